@@ -431,7 +431,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     Gotcha: position ids come from the mask; without them left padding shifts absolute positions (GPT-2).
 
     Args:
-        model: any causal LM of transformers (or a module with its forward, base_model and config).
+        model: any causal LM of transformers (or a module with its forward, get_decoder and config).
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded.
         temperature: of sampling, > 0.
@@ -457,7 +457,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
-    body = model.base_model
+    body = model.get_decoder()
     output = body(**inputs)
     hidden = output[0][:, prompt_ids.size(1) - 1 : -1][real]              # (N, H): the state before a token predicts it
     targets = completion_ids[real].long()                                 # (N,)
@@ -466,10 +466,13 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
         # The model's own forward, its body replaced by the states in hand, so that whatever the architecture does
         # after its last layer (scaling, soft cap) is done here too.
         given = type(output)(**{**output, "last_hidden_state": states.unsqueeze(0)})
-        with patch.object(body, "forward", lambda *args, **kwargs: given):
+        with patch.object(body, "forward", return_value=given) as replaced:
             logits = model(input_ids=words.unsqueeze(0), return_dict=True).logits.squeeze(0)             # (n, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        logps = logits.gather(1, words.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)                    # (n,)
+        if not replaced.called:
+            raise ValueError(f"model: {type(model).__name__} does not call its get_decoder(); allowed is a causal LM that does")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1 else logits / temperature
+        logps = -torch.nn.functional.cross_entropy(logits, words, reduction="none")                      # (n,)
         with torch.no_grad():
             return logps, torch.special.entr(logits.softmax(1)).sum(1) if compute_entropy else None
 
@@ -480,8 +483,9 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     else:
         scored = [checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     logps, entropies = zip(*scored)
-    spread = lambda parts: torch.zeros(real.shape, dtype=parts[0].dtype, device=real.device).masked_scatter(real, torch.cat(parts))
-    return spread(logps), spread(entropies) if compute_entropy else None                                 # (B, T)
+    empty = torch.zeros(real.shape, dtype=logps[0].dtype, device=real.device)                             # (B, T)
+    return (empty.masked_scatter(real, torch.cat(logps)),
+            empty.masked_scatter(real, torch.cat(entropies)) if compute_entropy else None)
 
 
 # §4 Importance ratio and clip ----------------------------------------------------------------------------------------
