@@ -26,6 +26,19 @@ Padding may hold anything, NaN and ±inf included: what stands under completion_
 gradient. Functions without a mask argument work token by token and leave padding to the function that aggregates.
 """
 
+import argparse
+import copy
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy
 import torch
 
 
@@ -41,10 +54,11 @@ def _check(**rules):
     """
     sizes = {"1": 1}
     numbers = {"> 0": lambda x: x > 0, ">= 0": lambda x: x >= 0, "0 to 1": lambda x: 0 <= x <= 1,
+               "> 0, whole": lambda x: x > 0 and x % 1 == 0, ">= 0, whole": lambda x: x >= 0 and x % 1 == 0,
                "that divides B": lambda x: isinstance(x, int) and x > 0 and sizes["B"] % x == 0}
     for name, (value, rule) in rules.items():
         if isinstance(rule, tuple):
-            ok, allowed = value in rule if isinstance(value, str) else False, " or ".join(map(repr, rule))
+            ok, allowed = value in rule if isinstance(value, (str, bool)) else False, " or ".join(map(repr, rule))
         elif rule.strip("?") in numbers:
             allowed = "a number " + rule.strip("?") + (f" = {sizes['B']}" if rule == "that divides B" else "")
             try:
@@ -444,6 +458,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     """
     import inspect
     from unittest.mock import patch
+
     from torch.utils.checkpoint import checkpoint
 
     _check(prompt_ids=(prompt_ids, "int B P"), prompt_mask=(prompt_mask, "any B P"), temperature=(temperature, "> 0"),
@@ -816,3 +831,798 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
             counted = mask if x.shape == mask.shape else torch.ones_like(mask[:, :1])
             metrics[name] = torch.where(counted, x.detach(), 0).to(logps.dtype).sum() / counted.sum().clamp(min=1)
     return loss, {name: x.item() for name, x in metrics.items() if x is not None}
+
+
+# §9 Sampling ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(model, prompt_ids, prompt_mask, *, num_generations=1, max_completion_length, eos_token_ids, pad_token_id=0,
+             temperature=1.0, uniforms=None):
+    """Sample G completions for each prompt, and record what the policy thought of each token.
+
+    o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number for each
+    token, so that who draws it does not matter. A prompt passes the model once; its KV cache serves its G samples.
+    There is no top_k or top_p: the log-probs are those of the full distribution, which is what the scorer computes.
+
+    Args:
+        model: a causal LM of transformers.
+        prompt_ids, prompt_mask: (P, L), left-padded.
+        num_generations: G.
+        max_completion_length: T at most.
+        eos_token_ids: one id or several.
+        pad_token_id: what stands behind an EOS; it may be an EOS id itself.
+        temperature: > 0.
+        uniforms: (P·G, T) numbers in [0, 1), or None for the most likely word (greedy).
+    Returns:
+        completion_ids, completion_mask, logps, entropies: each (P·G, T') with T' <= T the longest completion.
+    """
+    from transformers import DynamicCache
+
+    B, T, device = len(prompt_ids) * num_generations, max_completion_length, prompt_ids.device
+    eos = torch.as_tensor(eos_token_ids, device=device).reshape(-1)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    cache = DynamicCache(config=model.config)
+
+    def next_logits(ids, mask):                                           # ids (b, n): the n latest of mask's tokens
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1):]
+        extra = {"position_ids": positions} if takes_positions else {}
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra).logits[:, -1].float()
+
+    mask = (prompt_mask != 0).long()
+    logits = next_logits(prompt_ids.masked_fill(mask == 0, 0), mask).repeat_interleave(num_generations, 0)   # (B, V)
+    cache.batch_repeat_interleave(num_generations)
+    mask = torch.nn.functional.pad(mask.repeat_interleave(num_generations, 0), (0, T), value=1)              # (B, L+T)
+    completion_ids = torch.full((B, T), pad_token_id, device=device)
+    logps, entropies = torch.zeros(2, B, T, device=device)
+    rows = torch.arange(B, device=device)                                 # the rows that the model still works on
+    for t in range(T):
+        logp = (logits / temperature).log_softmax(1)                                                         # (b, V)
+        if uniforms is None:
+            token = logp.argmax(1)
+        else:
+            cdf = logp.exp().cumsum(1)
+            token = torch.searchsorted(cdf, uniforms[rows, t, None] * cdf[:, -1:], right=True).squeeze(1)
+            token = token.clamp(max=cdf.size(1) - 1)                      # u·Σp may round up to Σp itself
+        completion_ids[rows, t] = token
+        logps[rows, t] = logp.gather(1, token.unsqueeze(1)).squeeze(1)
+        entropies[rows, t] = torch.special.entr(logp.exp()).sum(1)
+        if t + 1 == T:
+            break
+        if device.type == "cpu" or t % 16 == 15:                          # on a GPU a look at the tokens halts the queue
+            live = (~torch.isin(completion_ids[rows, : t + 1], eos).any(1)).nonzero().squeeze(1)
+            if len(live) == 0:
+                break
+            if len(live) <= len(rows) / 2:                                # ended rows leave, once that pays for the copy
+                cache.batch_select_indices(live)
+                rows, token, mask = rows[live], token[live], mask[live]
+        logits = next_logits(token.unsqueeze(1), mask[:, : prompt_ids.size(1) + t + 1])
+    real = completion_mask(completion_ids[:, : t + 1], eos)
+    ended = real == 0
+    return (completion_ids[:, : t + 1].masked_fill(ended, pad_token_id), real,
+            logps[:, : t + 1].masked_fill(ended, 0), entropies[:, : t + 1].masked_fill(ended, 0))
+
+
+@dataclass
+class Rollout:
+    """One step's samples: B rows, those of a prompt side by side."""
+
+    prompts: list                    # B strings or message lists
+    completions: list                # B strings or message lists
+    columns: dict                    # the dataset's further columns, B values each
+    prompt_ids: torch.Tensor         # (B, L), left-padded
+    prompt_mask: torch.Tensor        # (B, L)
+    completion_ids: torch.Tensor     # (B, T), right-padded
+    completion_mask: torch.Tensor    # (B, T)
+    lengths: torch.Tensor            # (B,) tokens of the completion, the EOS included
+    terminated: torch.Tensor         # (B,) whether it ends in an EOS
+    sampling_logps: torch.Tensor     # (B, T), as recorded while sampling
+    entropies: torch.Tensor          # (B, T), likewise
+    old_logps: torch.Tensor = None   # (B, T), log π_old by the scorer: what the first inner update finds
+    ref_logps: torch.Tensor = None   # (B, T), log π_ref
+    logp_difference: torch.Tensor = torch.zeros(())  # greatest difference between sampler and scorer, in nats
+
+
+def encode_prompts(tokenizer, prompts, device):
+    """Tokenize strings, or messages through the chat template, padded on the left: ids and mask, (P, L)."""
+    chat = not isinstance(prompts[0], str)
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts] if chat else prompts
+    encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=not chat)
+    return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
+
+
+def eos_ids(model, tokenizer):
+    """All ids that end a completion: the tokenizer's, and those that the model's generation config adds."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
+
+
+def sample_rollout(policy, tokenizer, batch, config, step):
+    """Lines 6 and 7: G answers to each question of the batch, from the policy as it stands, which is thereby π_old."""
+    device, G = next(policy.parameters()).device, config.num_generations
+    prompts = [row["prompt"] for row in batch]
+    ids, mask = encode_prompts(tokenizer, prompts, device)
+    # The whole batch's noise is drawn from (seed, step) by every process; each takes the rows of its own prompts.
+    noise = numpy.random.default_rng([config.seed, step]).random(
+        (config.generation_batch_size, config.max_completion_length), dtype=numpy.float32)
+    noise = own_share(torch.from_numpy(noise)).to(device)
+    eos = eos_ids(policy, tokenizer)
+    completion_ids, real, logps, entropies = generate(
+        policy, ids, mask, num_generations=G, max_completion_length=config.max_completion_length, eos_token_ids=eos,
+        pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=noise)
+    texts = decode(tokenizer, completion_ids, real)
+    chat = not isinstance(prompts[0], str)
+    terminated = (torch.isin(completion_ids, torch.tensor(eos, device=device)) & (real != 0)).any(1)
+    return Rollout(
+        prompts=[p for p in prompts for _ in range(G)],
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+        columns={name: [row.get(name) for row in batch for _ in range(G)] for name in batch[0] if name != "prompt"},
+        prompt_ids=ids.repeat_interleave(G, 0), prompt_mask=mask.repeat_interleave(G, 0), completion_ids=completion_ids,
+        completion_mask=real, lengths=real.sum(1), terminated=terminated, sampling_logps=logps, entropies=entropies)
+
+
+def decode(tokenizer, completion_ids, completion_mask):
+    """The completions as text, without padding and special tokens."""
+    return [tokenizer.decode(ids[:n], skip_special_tokens=True)
+            for ids, n in zip(completion_ids.tolist(), completion_mask.sum(1).tolist())]
+
+
+# §10 Training: Algorithm 1 of the paper ------------------------------------------------------------------------------
+
+
+def bradley_terry_loss(chosen, rejected):
+    """Train a reward model to score the better answer of a pair higher: mean of -log σ(r_chosen - r_rejected).
+
+    Source: Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1; the reward model of Algorithm 1.
+
+    Args:
+        chosen, rejected: (N,) scores in reward units.
+    Returns:
+        A scalar, log 2 where the scores are equal.
+    Raises:
+        ValueError: on other shapes.
+    """
+    _check(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def option(default, rule, text):
+    return field(default=default, metadata={"rule": rule, "help": text})
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """All hyperparameters, under TRL's names and with its defaults; `rule` is what _check enforces."""
+
+    learning_rate: float = option(1e-6, ">= 0", "AdamW's step size")
+    lr_scheduler_type: str = option("linear", ("linear", "constant", "cosine"), "how the step size goes on to 0, or not")
+    warmup_steps: int = option(0, ">= 0, whole", "updates over which the step size rises from 0")
+    weight_decay: float = option(0.0, ">= 0", "AdamW's weight decay")
+    max_grad_norm: float = option(1.0, "> 0", "the gradient is scaled down to this norm")
+    max_steps: int = option(100, "> 0, whole", "steps of sampling and learning, all together")
+    num_generations: int = option(8, "> 0, whole", "G, completions for each prompt")
+    generation_batch_size: int = option(64, "> 0, whole", "B, completions of one step over all processes: a multiple of G")
+    per_device_train_batch_size: int = option(8, "> 0, whole", "rows in one forward and backward pass: memory, not maths")
+    num_iterations: int = option(1, "> 0, whole", "mu, updates on each batch of completions")
+    max_completion_length: int = option(512, "> 0, whole", "T, tokens of a completion at most")
+    temperature: float = option(1.0, "> 0", "of sampling and scoring")
+    loss_type: str = option("dapo", ("grpo", "bnpo", "dr_grpo", "dapo"), "how token losses become one number")
+    policy_loss: str = option("clip", ("clip", "cispo", "sapo"), "the policy term")
+    importance_sampling_level: str = option("token", ("token", "sequence"), "ratio of each token, or of the sequence (GSPO)")
+    epsilon: float = option(0.2, ">= 0", "clip range below 1, and above it too unless epsilon_high is given")
+    epsilon_high: float = option(None, ">= 0?", "clip range above 1; with cispo the absolute cap of the ratio")
+    delta: float = option(None, "> 0?", "upper bound of the ratio where the advantage is negative")
+    beta: float = option(0.0, ">= 0", "weight of the KL term; 0 = no reference model")
+    use_bias_correction_kl: bool = option(True, (True, False), "multiply the KL estimate by the ratio")
+    scale_rewards: str = option("group", ("group", "batch", "none"), "what divides the centred rewards")
+    reward_weights: list = option(None, None, "one weight for each reward function; default 1")
+    mask_truncated_completions: bool = option(False, (True, False), "learn nothing from completions without EOS")
+    top_entropy_quantile: float = option(1.0, "0 to 1", "learn from this fraction of the tokens, those of highest entropy")
+    sync_ref_model: bool = option(False, (True, False), "refresh the reference model: outer iterations of Algorithm 1")
+    ref_model_sync_steps: int = option(512, "> 0, whole", "M, steps of an outer iteration")
+    seed: int = option(42, ">= 0, whole", "of sampling and of the order of the prompts")
+    bf16: bool = option(False, (True, False), "bfloat16 autocast over float32 weights")
+    output_dir: str = option("grpo-output", None, "where metrics.jsonl, curve.png and checkpoint/ go")
+    logging_steps: int = option(1, "> 0, whole", "a line of metrics.jsonl every so many steps")
+    save_steps: int = option(500, "> 0, whole", "a checkpoint every so many steps, and one at the end")
+
+    def __post_init__(self):
+        for f in fields(self):
+            if f.metadata["rule"] is not None:
+                _check(**{f.name: (getattr(self, f.name), f.metadata["rule"])})
+        if self.num_generations < 2:
+            raise ValueError("num_generations: got 1; allowed is 2 or more, an answer is compared with the others")
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError(f"generation_batch_size: got {self.generation_batch_size}; allowed is a multiple of "
+                             f"num_generations = {self.num_generations}")
+        if self.policy_loss == "cispo" and self.epsilon_high is None:
+            raise ValueError("epsilon_high: got None; allowed with policy_loss cispo is the cap of the ratio, such as 5.0")
+
+
+PRESETS = {  # what each paper changes; the rest stays as given
+    "deepseekmath": dict(loss_type="grpo", scale_rewards="group", beta=0.04, use_bias_correction_kl=False, epsilon=0.2,
+                         learning_rate=1e-6, num_generations=64, generation_batch_size=1024, max_completion_length=1024),
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none", beta=0.0),
+    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, beta=0.0, mask_truncated_completions=True),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
+    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, beta=0.0),
+    "sapo": dict(loss_type="grpo", policy_loss="sapo", beta=0.0),
+}
+
+
+def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, report=lambda *args: None):
+    """Algorithm 1 of DeepSeekMath; the numbers are its lines.
+
+    Args:
+        policy, tokenizer: a causal LM of transformers, with its tokenizer.
+        dataset: a list of dicts with "prompt" and any further columns.
+        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns).
+        config: a GRPOConfig.
+        state: what load_checkpoint returned, to go on from there.
+        report: called after each step with (state, rollout, metrics); a true return value ends the run.
+    Returns:
+        The state: step, optimizer, scheduler, reference, num_tokens. The policy is trained in place.
+    """
+    policy.eval()  # no dropout: it would make the scorer disagree with the sampler, and ρ ≠ 1 on-policy
+    state = state or TrainState.fresh(policy, config)                                                    # 1
+    iteration_steps = config.ref_model_sync_steps if config.sync_ref_model else config.max_steps         # M
+    while state.step < config.max_steps:                                                                 # 2
+        if config.beta > 0 and (state.reference is None or state.step % iteration_steps == 0):
+            state.reference = copy.deepcopy(policy).requires_grad_(False)                                # 3: π_ref ← π_θ
+        for _ in range(min(iteration_steps - state.step % iteration_steps, config.max_steps - state.step)):  # 4
+            batch = sample_batch(dataset, config, state.step)                                            # 5
+            rollout = sample_rollout(policy, tokenizer, batch, config, state.step)                       # 6, 7: π_old = π_θ
+            rewards = compute_rewards(reward_funcs, rollout)                                             # 8
+            advantages = compute_advantages(rewards, rollout, config)                                    # 9
+            score_reference(state.reference, rollout, config)
+            for _ in range(config.num_iterations):                                                       # 10: μ times
+                update = update_policy(policy, state, rollout, advantages, config)                       # 11
+            state.step += 1
+            if report(state, rollout, step_metrics(state, rollout, rewards, update, reward_funcs, config)):
+                return state
+    return state                                                                                         # 15: π_θ
+
+
+@dataclass
+class TrainState:
+    """What a run carries from step to step, beside the weights of the policy."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    reference: torch.nn.Module = None     # π_ref, None where β = 0
+    step: int = 0
+    num_tokens: int = 0                   # prompt and completion tokens seen so far
+    notes: dict = field(default_factory=dict)
+
+    @classmethod
+    def fresh(cls, policy, config):
+        from transformers import get_scheduler
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+        scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps * config.num_iterations)
+        return cls(optimizer, scheduler)
+
+
+def sample_batch(dataset, config, step):
+    """Line 5: this process's share of the step's B / G prompts, the next ones of a shuffle made anew for each epoch."""
+    count, n = config.generation_batch_size // config.num_generations, len(dataset)
+    first = step * count
+    orders = {epoch: numpy.random.default_rng([config.seed, epoch, 5]).permutation(n)
+              for epoch in range(first // n, (first + count - 1) // n + 1)}
+    return own_share([dataset[orders[i // n][i % n]] for i in range(first, first + count)])
+
+
+def compute_rewards(reward_funcs, rollout):
+    """Line 8: every reward function on this process's rows, then the rows of all processes: (B, F), None as NaN."""
+    columns = []
+    ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
+    for f in reward_funcs:
+        values = f(prompts=rollout.prompts, completions=rollout.completions, completion_ids=ids, **rollout.columns)
+        try:
+            column = [math.nan if value is None else float(value) for value in values]
+        except (TypeError, ValueError):
+            raise ValueError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of numbers or None") from None
+        if len(column) != len(ids) or any(map(math.isinf, column)):
+            raise ValueError(f"reward function {f.__name__}: got {len(column)} values for {len(ids)} completions, from "
+                             f"{min(column, default=None)} to {max(column, default=None)}; allowed is one finite number for each")
+        columns.append(column)
+    return gather(torch.tensor(columns, device=rollout.completion_ids.device).T.contiguous())            # (B, F)
+
+
+def compute_advantages(rewards_per_func, rollout, config):
+    """Line 9: (B,) advantages of the whole batch, of which this process keeps its rows as (B', T)."""
+    rewards = combine_rewards(rewards_per_func, config.reward_weights)                                   # (B,)
+    advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)   # (B,)
+    if config.mask_truncated_completions:
+        rollout.completion_mask = rollout.completion_mask * rollout.terminated.unsqueeze(1)
+    advantages = broadcast_advantages(own_share(advantages), rollout.completion_mask)                    # (B', T)
+    if config.top_entropy_quantile < 1:   # every policy term is linear in A, so A = 0 masks a token
+        mask = top_entropy_mask(rollout.entropies, rollout.completion_mask, config.top_entropy_quantile)
+        advantages = advantages * mask
+    return advantages
+
+
+def score(model, rollout, rows, config):
+    """Log-probs of some rows of the rollout, cut to the longest of them: (rows, T')."""
+    T = max(1, int(rollout.completion_mask[rows].sum(1).max()))
+    with torch.autocast(rollout.completion_ids.device.type, torch.bfloat16, enabled=config.bf16):
+        logps, _ = per_token_logps(model, rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
+                                   rollout.completion_mask[rows, :T], temperature=config.temperature)
+    return logps
+
+
+@torch.no_grad()
+def score_reference(reference, rollout, config):
+    """log π_ref of the rollout, once for all μ updates; nothing where β = 0."""
+    if reference is not None:
+        rollout.ref_logps = torch.zeros_like(rollout.sampling_logps)
+        for rows in torch.arange(len(rollout.prompts), device=rollout.prompt_ids.device).split(config.per_device_train_batch_size):
+            logps = score(reference, rollout, rows, config)
+            rollout.ref_logps[rows, : logps.size(1)] = logps.to(rollout.ref_logps.dtype)
+
+
+def loss_options(config):
+    """The config in the words of grpo_loss."""
+    return dict(
+        beta=config.beta, epsilon_low=config.epsilon, delta=config.delta, policy_loss=config.policy_loss,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        loss_type="dapo" if config.loss_type == "bnpo" else config.loss_type,  # bnpo's "these rows" are the whole batch here
+        importance_sampling_level=config.importance_sampling_level, use_bias_correction_kl=config.use_bias_correction_kl,
+        max_completion_length=config.max_completion_length)
+
+
+def update_policy(policy, state, rollout, advantages, config):
+    """Line 11: one step of AdamW on the GRPO loss of the whole batch, taken in parts; returns its metrics."""
+    mask, first = rollout.completion_mask, rollout.old_logps is None
+    tokens, rows = all_reduce(torch.stack([mask.sum(), mask.new_tensor(len(mask))])).tolist()            # of all processes
+    learns = mask.any(1) if config.beta > 0 else (advantages != 0).any(1)  # at β = 0 a row of A = 0 has no gradient
+    old_logps = torch.zeros_like(rollout.sampling_logps) if first else rollout.old_logps
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    for p in weights:
+        p.grad = torch.zeros_like(p)
+    totals = dict.fromkeys(("loss", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0.0)
+    for part in learns.nonzero().squeeze(1).split(config.per_device_train_batch_size):
+        if len(part) == 0:
+            continue
+        logps = score(policy, rollout, part, config)                                                     # (part, T')
+        real = mask[part, : logps.size(1)]
+        if first:                         # the policy has not moved since it sampled: these are π_old's log-probs
+            old_logps[part, : logps.size(1)] = logps.detach().to(old_logps.dtype)
+            difference = ((logps.detach() - rollout.sampling_logps[part, : logps.size(1)]) * real).abs().max()
+            rollout.logp_difference = torch.maximum(rollout.logp_difference, difference)
+        loss, metrics = grpo_loss(
+            logps, advantages[part, : logps.size(1)], real, old_logps=None if first else old_logps[part, : logps.size(1)],
+            ref_logps=None if rollout.ref_logps is None else rollout.ref_logps[part, : logps.size(1)],
+            num_items_in_batch=tokens, num_rows_in_batch=rows, **loss_options(config))
+        loss.backward()
+        totals["loss"] += loss.item()
+        for name, value in metrics.items():
+            over_rows = config.importance_sampling_level == "sequence" and name != "kl"
+            totals[name] += value * (len(part) / rows if over_rows else real.sum().item() / tokens)
+    rollout.old_logps = old_logps
+    for p in weights:
+        all_reduce(p.grad)
+    totals = dict(zip(totals, all_reduce(torch.tensor(list(totals.values()), device=mask.device)).tolist()))
+    if rollout.ref_logps is None:
+        del totals["kl"]
+    totals["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+    totals["learning_rate"] = state.scheduler.get_last_lr()[0]
+    if not math.isfinite(totals["loss"] + totals["grad_norm"]):
+        raise FloatingPointError(f"step {state.step + 1}: loss is {totals['loss']}, grad_norm is {totals['grad_norm']}")
+    state.optimizer.step()
+    state.scheduler.step()
+    return totals
+
+
+def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config):
+    """The step's metrics over all processes, under TRL's names."""
+    rewards = combine_rewards(rewards_per_func, config.reward_weights)                                   # (B,)
+    lengths, mask = gather(rollout.lengths).float(), rollout.completion_mask
+    ended = lengths[gather(rollout.terminated)] if gather(rollout.terminated).any() else torch.zeros(1)
+    entropy, tokens = all_reduce(torch.stack([(rollout.entropies * mask).sum(), mask.sum()])).tolist()
+    state.num_tokens += int(lengths.sum() + gather(rollout.prompt_mask.sum(1)).sum())
+    metrics = {"step": state.step, **update, "sampling/sampling_logp_difference/max":
+               gather(rollout.logp_difference.reshape(1)).max().item(), "entropy": entropy / max(tokens, 1), "reward": rewards.nanmean().item(),
+               "reward_std": group_stats(rewards, len(rewards))[1].item(),
+               "frac_reward_zero_std": (group_stats(rewards, config.num_generations)[1] == 0).float().mean().item(),
+               "completions/clipped_ratio": 1 - gather(rollout.terminated).float().mean().item(), "num_tokens": state.num_tokens}
+    for f, column in zip(reward_funcs, rewards_per_func.T):
+        mean, std = group_stats(column.contiguous(), len(column))
+        metrics |= {f"rewards/{f.__name__}/mean": mean.item(), f"rewards/{f.__name__}/std": std.item()}
+    for kind, x in (("length", lengths), ("terminated_length", ended)):
+        metrics |= {f"completions/mean_{kind}": x.mean().item(), f"completions/min_{kind}": x.min().item(),
+                    f"completions/max_{kind}": x.max().item()}
+    return metrics
+
+
+# Processes: with torchrun each of N processes samples and learns 1/N of the rows; what must be whole is put together.
+
+
+def rank_and_world():
+    on = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if on else (0, 1)
+
+
+def own_share(rows):
+    """This process's part of the whole batch's rows."""
+    rank, world = rank_and_world()
+    return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
+
+
+def gather(rows):
+    """The rows of all processes, in the order of the batch; every process has as many."""
+    if rank_and_world()[1] == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(rank_and_world()[1])]
+    torch.distributed.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
+def all_reduce(x):
+    """The sum over all processes, in place."""
+    if rank_and_world()[1] > 1:
+        torch.distributed.all_reduce(x)
+    return x
+
+
+# §11 Command line ----------------------------------------------------------------------------------------------------
+# python grpo.py --model tiny: a tiny transformer learns two-digit addition, first from a teacher that mostly forgets the
+# carry (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
+
+TINY = dict(learning_rate=5e-4, max_steps=200, num_generations=16, generation_batch_size=256,
+            per_device_train_batch_size=256, max_completion_length=28)
+
+
+def tiny_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = ["<pad>", "<eos>", "<think>", "</think>", *"0123456789+=,"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("</?think>|<eos>|."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_model(tokenizer, seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None))
+
+
+def tiny_problems(seed, held_out=500):
+    """All sums of two two-digit numbers, shuffled: those to train on, those held out."""
+    pairs = numpy.random.default_rng([seed, 1]).permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
+    problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs]
+    return problems[held_out:], problems[:held_out]
+
+
+def teacher_trace(prompt, forgets):
+    """A worked answer, 47+85= -> <think>7+5=12,4+8+1=13</think>132; a teacher who forgets the carry writes 4+8+0=12."""
+    a, b = map(int, prompt.rstrip("=").split("+"))
+    units = a % 10 + b % 10
+    carry = 0 if forgets else units // 10
+    tens = a // 10 + b // 10 + carry
+    return f"<think>{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}</think>{tens * 10 + units % 10}<eos>"
+
+
+def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learning_rate=3e-3, forgets=0.6):
+    """Supervised learning on the teacher's traces: minimise the mean of -log π over their tokens."""
+    from tqdm import tqdm
+    rng, device = numpy.random.default_rng([seed, 2]), next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    for step in tqdm(range(steps), desc="cold start", leave=False):
+        batch = [problems[i]["prompt"] for i in rng.integers(len(problems), size=rows)]
+        ids, mask = encode_prompts(tokenizer, batch, device)
+        traces = tokenizer([teacher_trace(p, rng.random() < forgets) for p in batch], padding=True, return_tensors="pt").to(device)
+        logps, _ = per_token_logps(model, ids, mask, traces["input_ids"], traces["attention_mask"])
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1, 2 - 2 * step / steps)
+        optimizer.zero_grad()
+        aggregate(-logps, traces["attention_mask"], loss_type="bnpo").backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def greedy_answers(model, tokenizer, problems, max_completion_length):
+    """The most likely completion for each problem, and the share of right ones."""
+    ids, mask = encode_prompts(tokenizer, [p["prompt"] for p in problems], next(model.parameters()).device)
+    out, real, _, _ = generate(model, ids, mask, max_completion_length=max_completion_length,
+                               eos_token_ids=eos_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id)
+    answers = decode(tokenizer, out, real)
+    return answers, sum(accuracy_reward(answers, [p["solution"] for p in problems])) / len(problems)
+
+
+REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
+FIRST_LINE = ("On-policy (num_iterations = 1) every ratio is 1: the loss stays near 0 and clip_ratio at 0. That is normal, "
+              "the gradient is not 0. Watch the reward.")
+
+
+def load_dataset(path):
+    """JSON Lines: one object a line, with "prompt" (a string, or messages) and the same further columns in each."""
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: got bytes that are not UTF-8 ({error.reason}); allowed is UTF-8") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: got no JSON ({error}); allowed is one object a line") from None
+            if row is None:
+                continue
+            prompt = row.get("prompt") if isinstance(row, dict) else None
+            chat = isinstance(prompt, list) and prompt and all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+            if not (chat or isinstance(prompt, str) and prompt):
+                raise ValueError(f"{path}, line {number}: got {line.decode()[:80].strip()!r}; allowed is an object whose prompt is a "
+                                 "string or a list of messages with role and content, not empty")
+            if rows and (row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"])):
+                raise ValueError(f"{path}, line {number}: got columns {sorted(row)} with prompt a {type(prompt).__name__}; allowed is "
+                                 f"as in the first line: {sorted(rows[0])}, {type(rows[0]['prompt']).__name__}")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: got no line; allowed is one JSON object a line")
+    return rows
+
+
+def load_reward_func(name, columns, config):
+    """A built-in name, function `f` of a file as my_rewards.py:f, or a sequence-classification model."""
+    path, _, function = name.rpartition(":")
+    if name == "soft_overlong":
+        f = get_soft_overlong_punishment(config.max_completion_length, config.max_completion_length // 5)
+    elif name in REWARDS:
+        f = REWARDS[name]
+    elif path.endswith(".py"):
+        import importlib.util
+        spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        f = getattr(module, function, None)
+        if not callable(f):
+            raise ValueError(f"reward_funcs: got {name}, but {path} has no function {function}")
+    elif os.path.isdir(name) or "/" in name:
+        f = reward_model(name)
+    else:
+        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the path "
+                         "or name (with a slash) of a sequence-classification model")
+    for parameter in inspect.signature(f).parameters.values():
+        known = {"prompts", "completions", "completion_ids", *columns}
+        if parameter.default is parameter.empty and parameter.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY") and \
+                parameter.name not in known:
+            raise ValueError(f"reward function {name}: needs the column {parameter.name}; the dataset has {', '.join(sorted(columns))}")
+    return f
+
+
+def reward_model(name):
+    """A sequence-classification model as a reward function: its one logit for prompt and completion."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, dtype=torch.float32).eval()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id    # the model reads its score at the last token that is not padding
+    model.to(default_device())
+
+    @torch.no_grad()
+    def score(prompts, completions, **kwargs):
+        chat = not isinstance(completions[0], str)
+        texts = [tokenizer.apply_chat_template(p + c, tokenize=False) if chat else p + c for p, c in zip(prompts, completions)]
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not chat)
+        return model(input_ids=inputs["input_ids"].to(model.device),
+                     attention_mask=inputs["attention_mask"].to(model.device)).logits[:, 0].tolist()
+
+    score.__name__ = os.path.basename(os.path.normpath(name))
+    return score
+
+
+def default_device():
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_model(name):
+    """A causal LM in float32 and its tokenizer, from a folder or the Hugging Face hub; no code of theirs is run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model: cannot load {name}: {str(error).strip().splitlines()[0]} allowed is tiny, a folder or a hub name") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one that can end a completion")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model.to(default_device()), tokenizer
+
+
+def check_lengths(model, tokenizer, dataset, config):
+    """Raise if a prompt and a completion of full length do not fit the model's context."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for start in range(0, len(dataset), 1000):
+        _, mask = encode_prompts(tokenizer, [row["prompt"] for row in dataset[start : start + 1000]], "cpu")
+        longest = int(mask.sum(1).max())
+        if longest + config.max_completion_length > context:
+            row = start + int(mask.sum(1).argmax()) + 1
+            raise ValueError(f"prompt {row}: got {longest} tokens; allowed is {context - config.max_completion_length}, the model's "
+                             f"context of {context} less max_completion_length = {config.max_completion_length}")
+
+
+# Output: a folder of metrics.jsonl, curve.png and checkpoint/; each is written under another name first, then renamed.
+
+
+def save_checkpoint(folder, policy, tokenizer, state, config, run):
+    """Write folder/checkpoint: the model and tokenizer in Hugging Face format, and what a resumed run needs."""
+    target, new, old = (os.path.join(folder, name) for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
+    shutil.rmtree(new, ignore_errors=True)
+    policy.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    if state.reference is not None:
+        state.reference.save_pretrained(os.path.join(new, "reference"))
+    torch.save({"optimizer": state.optimizer.state_dict(), "scheduler": state.scheduler.state_dict()}, os.path.join(new, "optimizer.pt"))
+    with open(os.path.join(new, "run.json"), "w") as file:
+        json.dump({"step": state.step, "num_tokens": state.num_tokens, "notes": state.notes, "config": asdict(config), **run}, file, indent=1)
+    if os.path.isdir(target):
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    os.rename(new, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def plot_curve(folder):
+    """Draw reward, accuracy, entropy (or KL) and length over the steps of metrics.jsonl into curve.png."""
+    from matplotlib.figure import Figure
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        lines = [json.loads(line) for line in file]
+    panels = ["reward", *[name for name in lines[0] if name.startswith("rewards/accuracy") and name.endswith("mean")],
+              "kl" if "kl" in lines[0] else "entropy", "completions/mean_length"]
+    units = {"entropy": "entropy (nats per token)", "kl": "KL (nats per token)", "completions/mean_length": "length (tokens)"}
+    figure = Figure(figsize=(3.2 * len(panels), 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        axes.plot([line["step"] for line in lines], [math.nan if line[name] is None else line[name] for line in lines], linewidth=1.5)
+        axes.set(xlabel="step", title=units.get(name, "accuracy" if "accuracy" in name else name))
+        axes.grid(alpha=0.3)
+    new = os.path.join(folder, "curve.new.png")
+    figure.savefig(new, dpi=120)
+    os.replace(new, os.path.join(folder, "curve.png"))
+
+
+def explain(policy, tokenizer, dataset, reward_funcs, config):
+    """One group as the second of μ updates sees it (at the first every ratio is 1), token by token, as plain text."""
+    config = replace(config, generation_batch_size=config.num_generations, beta=0.0)
+    for step in range(100):               # on to the first group whose rewards differ: the others teach nothing
+        rollout = sample_rollout(policy.eval(), tokenizer, sample_batch(dataset, config, step), config, step)
+        rewards_per_func = compute_rewards(reward_funcs, rollout)
+        advantages = compute_advantages(rewards_per_func, rollout, config)
+        if advantages.any():
+            break
+    rows, mask = torch.arange(config.num_generations), rollout.completion_mask
+    with torch.no_grad():
+        old_logps = score(policy, rollout, rows, config)
+    update_policy(policy, TrainState.fresh(policy, config), rollout, advantages, config)
+    with torch.no_grad():
+        logps = score(policy, rollout, rows, config)
+    ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level).expand_as(logps)
+    text = [f"One group of {len(rows)} completions to {rollout.prompts[0]!r}, as the second update on it sees it. The loss is the policy term."]
+    for i in rows.tolist():
+        text.append(f"\ncompletion {i + 1}\n{'token':>12} mask     logp old logp  ratio clipped advantage    loss")
+        for t, token in enumerate(rollout.completion_ids[i].tolist()):
+            only_t = torch.zeros_like(advantages[i : i + 1]).index_fill(1, torch.tensor(t), 1) * advantages[i : i + 1]
+            loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1],
+                                      num_items_in_batch=1, **{**loss_options(config), "loss_type": "dapo"})
+            text.append(f"{tokenizer.decode([token])!r:>12} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} {ratio[i, t]:6.4f} "
+                        f"{'yes' if metrics['clip_ratio/region_mean'] else 'no':>7} {advantages[i, t]:9.4f} {loss:7.4f}")
+    rewards = combine_rewards(rewards_per_func, config.reward_weights)
+    mean, std = group_stats(rewards, config.num_generations)
+    return "\n".join([*text, f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}"])
+
+
+def build_parser():
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            self.exit(2, f"grpo.py: error: {message}\n")
+
+    parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline in about a minute.")
+    parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
+    parser.add_argument("--dataset", metavar="FILE", help="JSON Lines: prompt (text or messages) and further columns, such as solution")
+    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, or a "
+                        "sequence-classification model (default: accuracy think_format)")
+    parser.add_argument("--preset", choices=PRESETS, help="settings of a paper; flags given beside it win")
+    parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
+    parser.add_argument("--explain", action="store_true", help="print one sampled group token by token instead of training")
+    for f in fields(GRPOConfig):
+        kind = {bool: lambda text: {"true": True, "false": False}[text.lower()], list: float}.get(f.type, f.type)
+        more = {bool: {"nargs": "?", "const": True, "metavar": "true|false"}, list: {"nargs": "+"}}.get(f.type, {})
+        words = f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) and f.type is str else None
+        parser.add_argument(f"--{f.name}", type=kind, choices=words, help=f"{f.metadata['help']} (default: {f.default}"
+                            + (f"; tiny: {TINY[f.name]})" if f.name in TINY else ")"), **{"metavar": f.type.__name__.upper(), **more})
+    return parser
+
+
+def main(argv=None):
+    given = vars(build_parser().parse_args(argv))
+    try:
+        return run(given)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def run(given):
+    """The command line: given holds the flags that were typed, and no others."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder, saved = given.get("resume_from_checkpoint"), {}
+    if folder:
+        saved = load_run(folder)
+    settings = {name: given.get(name, saved.get(name)) for name in ("model", "dataset", "reward_funcs")}
+    if not settings["model"]:
+        raise ValueError("model: got none; allowed is tiny, or the folder or hub name of a causal LM")
+    tiny = settings["model"] == "tiny"
+    if not tiny and not settings["dataset"]:
+        raise ValueError("dataset: got none; allowed is a JSON Lines file with the prompts")
+    names = {f.name for f in fields(GRPOConfig)}
+    options = {**(TINY if tiny else {}), **PRESETS.get(given.get("preset"), {}), **{k: v for k, v in given.items() if k in names}}
+    config = GRPOConfig(**options)
+    if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
+        raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
+
+    if tiny:
+        tokenizer = tiny_tokenizer()
+        policy = tiny_model(tokenizer, config.seed).to(default_device())
+        dataset, held_out = tiny_problems(config.seed)
+    else:
+        dataset, held_out = load_dataset(settings["dataset"]), []
+        policy, tokenizer = load_model(settings["model"])
+    check_lengths(policy, tokenizer, dataset, config)
+    columns = dataset[0].keys() - {"prompt"}
+    reward_funcs = [load_reward_func(name, columns, config) for name in settings["reward_funcs"] or ["accuracy", "think_format"]]
+    if config.reward_weights and len(config.reward_weights) != len(reward_funcs):
+        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is one for each")
+
+    if tiny:
+        cold_start(policy, tokenizer, dataset, config.seed)
+    if "explain" in given:
+        print(explain(policy, tokenizer, dataset, reward_funcs, config))
+        return 0
+    if tiny:
+        answers, before = greedy_answers(policy, tokenizer, held_out, config.max_completion_length)
+        show_samples("before", held_out, answers)
+    os.makedirs(config.output_dir, exist_ok=True)
+    print(FIRST_LINE)
+    with tqdm(total=config.max_steps, desc="GRPO", dynamic_ncols=True) as bar, open(os.path.join(config.output_dir, "metrics.jsonl"), "w") as log:
+        start = time.perf_counter()
+
+        def report(state, rollout, metrics):
+            nonlocal start
+            metrics["step_time"] = time.perf_counter() - start
+            if state.step % config.logging_steps == 0:
+                log.write(json.dumps({k: None if v != v else v for k, v in metrics.items()}) + "\n")
+                log.flush()
+            shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy", "clip": "clip_ratio/region_mean"}
+            bar.set_postfix({k: f"{metrics[v]:.3f}" for k, v in shown.items() if v in metrics})
+            bar.update()
+            if state.step % config.save_steps == 0 or state.step == config.max_steps:
+                save_checkpoint(config.output_dir, policy, tokenizer, state, config, settings)
+            start = time.perf_counter()
+
+        train(policy, tokenizer, dataset, reward_funcs, config, report=report)
+    plot_curve(config.output_dir)
+    print(f"wrote {os.path.join(config.output_dir, '')}: metrics.jsonl, curve.png, checkpoint")
+    if tiny:
+        answers, after = greedy_answers(policy, tokenizer, held_out, config.max_completion_length)
+        show_samples("after", held_out, answers)
+        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+    return 0
+
+
+def show_samples(when, problems, answers):
+    print(f"{when}:")
+    for problem, answer in list(zip(problems, answers))[:4]:
+        right = accuracy_reward([answer], [problem["solution"]])[0]
+        print(f"  {problem['prompt']}{answer}   {'right' if right else 'wrong, it is ' + problem['solution']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
