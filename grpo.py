@@ -837,47 +837,49 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, *, num_generations=1, max_completion_length, eos_token_ids, pad_token_id=0,
+def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids, num_generations=1, pad_token_id=0,
              temperature=1.0, uniforms=None):
     """Sample G completions for each prompt, and record what the policy thought of each token.
 
-    o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number for each
-    token, so that who draws it does not matter. A prompt passes the model once; its KV cache serves its G samples.
-    There is no top_k or top_p: the log-probs are those of the full distribution, which is what the scorer computes.
+    o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a token, so
+    that a sample depends on nothing but its own numbers. A prompt passes the model once; its KV cache serves its G
+    samples. There is no top_k or top_p: the log-probs are those of the full distribution, as the scorer's are.
 
     Args:
         model: a causal LM of transformers.
         prompt_ids, prompt_mask: (P, L), left-padded.
+        max_completion_length: T, the longest completion.
+        eos_token_ids: one id, or several.
         num_generations: G.
-        max_completion_length: T at most.
-        eos_token_ids: one id or several.
         pad_token_id: what stands behind an EOS; it may be an EOS id itself.
         temperature: > 0.
-        uniforms: (P·G, T) numbers in [0, 1), or None for the most likely word (greedy).
+        uniforms: (P·G, T) numbers in [0, 1), or None to take the most likely word (greedy).
     Returns:
-        completion_ids, completion_mask, logps, entropies: each (P·G, T') with T' <= T the longest completion.
+        completion_ids, completion_mask, logps, entropies: each (P·G, T'), T' <= T; logps and entropies in nats.
     """
     from transformers import DynamicCache
 
+    _check(prompt_ids=(prompt_ids, "int P L"), prompt_mask=(prompt_mask, "any P L"), temperature=(temperature, "> 0"),
+           max_completion_length=(max_completion_length, "> 0, whole"), num_generations=(num_generations, "> 0, whole"))
     B, T, device = len(prompt_ids) * num_generations, max_completion_length, prompt_ids.device
     eos = torch.as_tensor(eos_token_ids, device=device).reshape(-1)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     cache = DynamicCache(config=model.config)
 
-    def next_logits(ids, mask):                                           # ids (b, n): the n latest of mask's tokens
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1):]
-        extra = {"position_ids": positions} if takes_positions else {}
-        return model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra).logits[:, -1].float()
+    def next_logits(ids, mask):                                           # ids: the latest tokens of those in mask
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1):]} if takes_positions else {}
+        logits = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions).logits
+        return logits[:, -1].float() / temperature
 
-    mask = (prompt_mask != 0).long()
+    mask = (prompt_mask != 0).long()                                                                     # (P, L)
     logits = next_logits(prompt_ids.masked_fill(mask == 0, 0), mask).repeat_interleave(num_generations, 0)   # (B, V)
     cache.batch_repeat_interleave(num_generations)
-    mask = torch.nn.functional.pad(mask.repeat_interleave(num_generations, 0), (0, T), value=1)              # (B, L+T)
+    mask = torch.nn.functional.pad(mask.repeat_interleave(num_generations, 0), (0, T), value=1)          # (B, L+T)
     completion_ids = torch.full((B, T), pad_token_id, device=device)
     logps, entropies = torch.zeros(2, B, T, device=device)
-    rows = torch.arange(B, device=device)                                 # the rows that the model still works on
+    rows = torch.arange(B, device=device)                                 # those that the model still works on
     for t in range(T):
-        logp = (logits / temperature).log_softmax(1)                                                         # (b, V)
+        logp = logits.log_softmax(1)                                                                     # (rows, V)
         if uniforms is None:
             token = logp.argmax(1)
         else:
@@ -889,96 +891,87 @@ def generate(model, prompt_ids, prompt_mask, *, num_generations=1, max_completio
         entropies[rows, t] = torch.special.entr(logp.exp()).sum(1)
         if t + 1 == T:
             break
-        if device.type == "cpu" or t % 16 == 15:                          # on a GPU a look at the tokens halts the queue
+        if device.type == "cpu" or t % 16 == 15:                          # on a GPU, looking at the tokens halts the queue
             live = (~torch.isin(completion_ids[rows, : t + 1], eos).any(1)).nonzero().squeeze(1)
             if len(live) == 0:
                 break
-            if len(live) <= len(rows) / 2:                                # ended rows leave, once that pays for the copy
+            if len(live) <= len(rows) / 2:                                # the ended rows leave once that pays for the copy
                 cache.batch_select_indices(live)
                 rows, token, mask = rows[live], token[live], mask[live]
         logits = next_logits(token.unsqueeze(1), mask[:, : prompt_ids.size(1) + t + 1])
-    real = completion_mask(completion_ids[:, : t + 1], eos)
-    ended = real == 0
-    return (completion_ids[:, : t + 1].masked_fill(ended, pad_token_id), real,
-            logps[:, : t + 1].masked_fill(ended, 0), entropies[:, : t + 1].masked_fill(ended, 0))
+    real = completion_mask(completion_ids[:, : t + 1], eos)                                              # (B, T')
+    return (completion_ids[:, : t + 1].masked_fill(real == 0, pad_token_id), real,
+            logps[:, : t + 1].masked_fill(real == 0, 0), entropies[:, : t + 1].masked_fill(real == 0, 0))
 
 
 @dataclass
 class Rollout:
-    """One step's samples: B rows, those of a prompt side by side."""
+    """One step's samples: B rows (with several processes: this one's share), those of a prompt side by side."""
 
-    prompts: list                    # B strings or message lists
-    completions: list                # B strings or message lists
-    columns: dict                    # the dataset's further columns, B values each
+    prompts: list                    # strings or message lists
+    completions: list                # strings or message lists
+    columns: dict                    # the dataset's further columns, each a list of B
     prompt_ids: torch.Tensor         # (B, L), left-padded
     prompt_mask: torch.Tensor        # (B, L)
     completion_ids: torch.Tensor     # (B, T), right-padded
     completion_mask: torch.Tensor    # (B, T)
     lengths: torch.Tensor            # (B,) tokens of the completion, the EOS included
     terminated: torch.Tensor         # (B,) whether it ends in an EOS
-    sampling_logps: torch.Tensor     # (B, T), as recorded while sampling
+    sampling_logps: torch.Tensor     # (B, T), recorded while sampling
     entropies: torch.Tensor          # (B, T), likewise
-    old_logps: torch.Tensor = None   # (B, T), log π_old by the scorer: what the first inner update finds
-    ref_logps: torch.Tensor = None   # (B, T), log π_ref
-    logp_difference: torch.Tensor = torch.zeros(())  # greatest difference between sampler and scorer, in nats
+    old_logps: torch.Tensor = None   # (B, T), log π_old by the scorer, which the first of μ updates fills in
+    ref_logps: torch.Tensor = None   # (B, T), log π_ref, where β > 0
+
+
+def sample_rollout(policy, tokenizer, batch, config, step):
+    """Lines 6 and 7: G answers to each question of the batch. The policy as it stands is π_old."""
+    device, G, prompts = policy.device, config.num_generations, [row["prompt"] for row in batch]
+    chat = not isinstance(prompts[0], str)
+    ids, mask = encode_prompts(tokenizer, prompts, device)
+    # Every process draws the whole batch's numbers from (seed, step) and takes its rows: N processes sample what one would.
+    size = (config.generation_batch_size, config.max_completion_length)
+    uniforms = torch.from_numpy(numpy.random.default_rng([config.seed, step]).random(size, dtype=numpy.float32))
+    eos = eos_token_ids(policy, tokenizer)
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+        completion_ids, real, logps, entropies = generate(
+            policy, ids, mask, max_completion_length=config.max_completion_length, eos_token_ids=eos, num_generations=G,
+            pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=own_share(uniforms).to(device))
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    return Rollout(
+        prompts=[prompt for prompt in prompts for _ in range(G)],
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+        columns={name: [row[name] for row in batch for _ in range(G)] for name in batch[0] if name != "prompt"},
+        prompt_ids=ids.repeat_interleave(G, 0), prompt_mask=mask.repeat_interleave(G, 0), completion_ids=completion_ids,
+        completion_mask=real, lengths=real.sum(1), sampling_logps=logps, entropies=entropies,
+        terminated=(torch.isin(completion_ids, torch.tensor(eos, device=device)) & (real != 0)).any(1))
 
 
 def encode_prompts(tokenizer, prompts, device):
-    """Tokenize strings, or messages through the chat template, padded on the left: ids and mask, (P, L)."""
+    """Tokenize strings, or messages through the chat template; ids and mask, (P, L), padded on the left."""
     chat = not isinstance(prompts[0], str)
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts] if chat else prompts
     encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=not chat)
     return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
 
 
-def eos_ids(model, tokenizer):
-    """All ids that end a completion: the tokenizer's, and those that the model's generation config adds."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
-
-
-def sample_rollout(policy, tokenizer, batch, config, step):
-    """Lines 6 and 7: G answers to each question of the batch, from the policy as it stands, which is thereby π_old."""
-    device, G = next(policy.parameters()).device, config.num_generations
-    prompts = [row["prompt"] for row in batch]
-    ids, mask = encode_prompts(tokenizer, prompts, device)
-    # The whole batch's noise is drawn from (seed, step) by every process; each takes the rows of its own prompts.
-    noise = numpy.random.default_rng([config.seed, step]).random(
-        (config.generation_batch_size, config.max_completion_length), dtype=numpy.float32)
-    noise = own_share(torch.from_numpy(noise)).to(device)
-    eos = eos_ids(policy, tokenizer)
-    completion_ids, real, logps, entropies = generate(
-        policy, ids, mask, num_generations=G, max_completion_length=config.max_completion_length, eos_token_ids=eos,
-        pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=noise)
-    texts = decode(tokenizer, completion_ids, real)
-    chat = not isinstance(prompts[0], str)
-    terminated = (torch.isin(completion_ids, torch.tensor(eos, device=device)) & (real != 0)).any(1)
-    return Rollout(
-        prompts=[p for p in prompts for _ in range(G)],
-        completions=[[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
-        columns={name: [row.get(name) for row in batch for _ in range(G)] for name in batch[0] if name != "prompt"},
-        prompt_ids=ids.repeat_interleave(G, 0), prompt_mask=mask.repeat_interleave(G, 0), completion_ids=completion_ids,
-        completion_mask=real, lengths=real.sum(1), terminated=terminated, sampling_logps=logps, entropies=entropies)
-
-
-def decode(tokenizer, completion_ids, completion_mask):
-    """The completions as text, without padding and special tokens."""
-    return [tokenizer.decode(ids[:n], skip_special_tokens=True)
-            for ids, n in zip(completion_ids.tolist(), completion_mask.sum(1).tolist())]
+def eos_token_ids(model, tokenizer):
+    """All ids that end a completion: the tokenizer's, and those of the model's generation config."""
+    more = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
 # §10 Training: Algorithm 1 of the paper ------------------------------------------------------------------------------
 
 
 def bradley_terry_loss(chosen, rejected):
-    """Train a reward model to score the better answer of a pair higher: mean of -log σ(r_chosen - r_rejected).
+    """Teach a reward model to score the better answer of a pair higher: the mean of -log σ(r_chosen - r_rejected).
 
-    Source: Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1; the reward model of Algorithm 1.
+    Source: Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1; the r_φ of Algorithm 1.
 
     Args:
         chosen, rejected: (N,) scores in reward units.
     Returns:
-        A scalar, log 2 where the scores are equal.
+        A scalar; log 2 where all scores are equal.
     Raises:
         ValueError: on other shapes.
     """
@@ -992,218 +985,211 @@ def option(default, rule, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """All hyperparameters, under TRL's names and with its defaults; `rule` is what _check enforces."""
+    """All hyperparameters, under TRL's names. Each field: its default, what _check allows, its --help."""
 
     learning_rate: float = option(1e-6, ">= 0", "AdamW's step size")
-    lr_scheduler_type: str = option("linear", ("linear", "constant", "cosine"), "how the step size goes on to 0, or not")
+    lr_scheduler_type: str = option("linear", ("linear", "cosine", "constant"), "how the step size falls to 0, or not")
     warmup_steps: int = option(0, ">= 0, whole", "updates over which the step size rises from 0")
     weight_decay: float = option(0.0, ">= 0", "AdamW's weight decay")
-    max_grad_norm: float = option(1.0, "> 0", "the gradient is scaled down to this norm")
+    max_grad_norm: float = option(1.0, "> 0", "a longer gradient is scaled down to this norm")
     max_steps: int = option(100, "> 0, whole", "steps of sampling and learning, all together")
     num_generations: int = option(8, "> 0, whole", "G, completions for each prompt")
-    generation_batch_size: int = option(64, "> 0, whole", "B, completions of one step over all processes: a multiple of G")
+    generation_batch_size: int = option(64, "> 0, whole", "B, completions of a step over all processes: a multiple of G")
     per_device_train_batch_size: int = option(8, "> 0, whole", "rows in one forward and backward pass: memory, not maths")
     num_iterations: int = option(1, "> 0, whole", "mu, updates on each batch of completions")
-    max_completion_length: int = option(512, "> 0, whole", "T, tokens of a completion at most")
-    temperature: float = option(1.0, "> 0", "of sampling and scoring")
-    loss_type: str = option("dapo", ("grpo", "bnpo", "dr_grpo", "dapo"), "how token losses become one number")
+    max_completion_length: int = option(512, "> 0, whole", "T, the longest completion in tokens")
+    temperature: float = option(1.0, "> 0", "of sampling and of scoring")
+    loss_type: str = option("dapo", ("grpo", "bnpo", "dr_grpo", "dapo"), "how the token losses become one number")
     policy_loss: str = option("clip", ("clip", "cispo", "sapo"), "the policy term")
-    importance_sampling_level: str = option("token", ("token", "sequence"), "ratio of each token, or of the sequence (GSPO)")
-    epsilon: float = option(0.2, ">= 0", "clip range below 1, and above it too unless epsilon_high is given")
-    epsilon_high: float = option(None, ">= 0?", "clip range above 1; with cispo the absolute cap of the ratio")
+    importance_sampling_level: str = option("token", ("token", "sequence"), "a ratio for each token, or each answer (GSPO)")
+    epsilon: float = option(0.2, ">= 0", "clip range below 1, and above it unless epsilon_high is given")
+    epsilon_high: float = option(None, ">= 0?", "clip range above 1; with cispo the cap of the ratio itself")
     delta: float = option(None, "> 0?", "upper bound of the ratio where the advantage is negative")
-    beta: float = option(0.0, ">= 0", "weight of the KL term; 0 = no reference model")
+    beta: float = option(0.0, ">= 0", "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = option(True, (True, False), "multiply the KL estimate by the ratio")
-    scale_rewards: str = option("group", ("group", "batch", "none"), "what divides the centred rewards")
-    reward_weights: list = option(None, None, "one weight for each reward function; default 1")
-    mask_truncated_completions: bool = option(False, (True, False), "learn nothing from completions without EOS")
-    top_entropy_quantile: float = option(1.0, "0 to 1", "learn from this fraction of the tokens, those of highest entropy")
-    sync_ref_model: bool = option(False, (True, False), "refresh the reference model: outer iterations of Algorithm 1")
+    scale_rewards: str = option("group", ("group", "batch", "none"), "whose std divides the centred rewards")
+    reward_weights: list = option(None, None, "a weight for each reward function (default: 1 each)")
+    mask_truncated_completions: bool = option(False, (True, False), "learn nothing from completions without an EOS")
+    top_entropy_quantile: float = option(1.0, "0 to 1", "learn from this fraction of the tokens, the highest in entropy")
+    sync_ref_model: bool = option(False, (True, False), "refresh the reference model: Algorithm 1's outer iterations")
     ref_model_sync_steps: int = option(512, "> 0, whole", "M, steps of an outer iteration")
-    seed: int = option(42, ">= 0, whole", "of sampling and of the order of the prompts")
+    seed: int = option(42, ">= 0, whole", "of the samples and of the order of the prompts")
     bf16: bool = option(False, (True, False), "bfloat16 autocast over float32 weights")
-    output_dir: str = option("grpo-output", None, "where metrics.jsonl, curve.png and checkpoint/ go")
-    logging_steps: int = option(1, "> 0, whole", "a line of metrics.jsonl every so many steps")
-    save_steps: int = option(500, "> 0, whole", "a checkpoint every so many steps, and one at the end")
+    output_dir: str = option("grpo-output", None, "folder for metrics.jsonl, curve.png and checkpoint/")
+    logging_steps: int = option(1, "> 0, whole", "write metrics every so many steps")
+    save_steps: int = option(500, "> 0, whole", "write a checkpoint every so many steps, and at the end")
 
     def __post_init__(self):
-        for f in fields(self):
-            if f.metadata["rule"] is not None:
-                _check(**{f.name: (getattr(self, f.name), f.metadata["rule"])})
+        _check(**{f.name: (getattr(self, f.name), f.metadata["rule"]) for f in fields(self) if f.metadata["rule"]})
         if self.num_generations < 2:
-            raise ValueError("num_generations: got 1; allowed is 2 or more, an answer is compared with the others")
+            raise ValueError("num_generations: got 1; allowed is 2 or more, an answer is compared with others")
         if self.generation_batch_size % self.num_generations:
             raise ValueError(f"generation_batch_size: got {self.generation_batch_size}; allowed is a multiple of "
                              f"num_generations = {self.num_generations}")
         if self.policy_loss == "cispo" and self.epsilon_high is None:
-            raise ValueError("epsilon_high: got None; allowed with policy_loss cispo is the cap of the ratio, such as 5.0")
+            raise ValueError("epsilon_high: got None with policy_loss cispo; allowed is the cap of the ratio, such as 5.0")
 
 
-PRESETS = {  # what each paper changes; the rest stays as given
-    "deepseekmath": dict(loss_type="grpo", scale_rewards="group", beta=0.04, use_bias_correction_kl=False, epsilon=0.2,
-                         learning_rate=1e-6, num_generations=64, generation_batch_size=1024, max_completion_length=1024),
-    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none", beta=0.0),
-    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, beta=0.0, mask_truncated_completions=True),
-    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
-    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, beta=0.0),
-    "sapo": dict(loss_type="grpo", policy_loss="sapo", beta=0.0),
+PRESETS = {  # what the papers set; every other field keeps its default
+    "deepseekmath": dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False, learning_rate=1e-6, num_generations=64,
+                         generation_batch_size=1024, max_completion_length=1024),
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
+    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="grpo", policy_loss="sapo"),
 }
-
-
-def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, report=lambda *args: None):
-    """Algorithm 1 of DeepSeekMath; the numbers are its lines.
-
-    Args:
-        policy, tokenizer: a causal LM of transformers, with its tokenizer.
-        dataset: a list of dicts with "prompt" and any further columns.
-        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns).
-        config: a GRPOConfig.
-        state: what load_checkpoint returned, to go on from there.
-        report: called after each step with (state, rollout, metrics); a true return value ends the run.
-    Returns:
-        The state: step, optimizer, scheduler, reference, num_tokens. The policy is trained in place.
-    """
-    policy.eval()  # no dropout: it would make the scorer disagree with the sampler, and ρ ≠ 1 on-policy
-    state = state or TrainState.fresh(policy, config)                                                    # 1
-    iteration_steps = config.ref_model_sync_steps if config.sync_ref_model else config.max_steps         # M
-    while state.step < config.max_steps:                                                                 # 2
-        if config.beta > 0 and (state.reference is None or state.step % iteration_steps == 0):
-            state.reference = copy.deepcopy(policy).requires_grad_(False)                                # 3: π_ref ← π_θ
-        for _ in range(min(iteration_steps - state.step % iteration_steps, config.max_steps - state.step)):  # 4
-            batch = sample_batch(dataset, config, state.step)                                            # 5
-            rollout = sample_rollout(policy, tokenizer, batch, config, state.step)                       # 6, 7: π_old = π_θ
-            rewards = compute_rewards(reward_funcs, rollout)                                             # 8
-            advantages = compute_advantages(rewards, rollout, config)                                    # 9
-            score_reference(state.reference, rollout, config)
-            for _ in range(config.num_iterations):                                                       # 10: μ times
-                update = update_policy(policy, state, rollout, advantages, config)                       # 11
-            state.step += 1
-            if report(state, rollout, step_metrics(state, rollout, rewards, update, reward_funcs, config)):
-                return state
-    return state                                                                                         # 15: π_θ
 
 
 @dataclass
 class TrainState:
-    """What a run carries from step to step, beside the weights of the policy."""
+    """What a run carries from step to step beside the policy's weights."""
 
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    reference: torch.nn.Module = None     # π_ref, None where β = 0
+    reference: torch.nn.Module = None     # π_ref, where β > 0
     step: int = 0
     num_tokens: int = 0                   # prompt and completion tokens seen so far
-    notes: dict = field(default_factory=dict)
 
-    @classmethod
-    def fresh(cls, policy, config):
-        from transformers import get_scheduler
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-        scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps * config.num_iterations)
-        return cls(optimizer, scheduler)
+
+def initial_state(policy, config):
+    from transformers import get_scheduler
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    updates = config.max_steps * config.num_iterations
+    return TrainState(optimizer, get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates))
+
+
+def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, report=lambda state, metrics: False):
+    """Algorithm 1 of DeepSeekMath; the numbers on the right are its lines. Line 14, the update of a learned reward model,
+    is empty here: the reward functions stay as they are.
+
+    Args:
+        policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
+        dataset: a list of dicts with "prompt" and any further columns.
+        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns).
+        config: a GRPOConfig.
+        state: where to go on from; None starts afresh.
+        report: called after each step with the state and the step's metrics; the run ends where it returns true.
+    Returns:
+        The state after the last step.
+    """
+    state = state or initial_state(policy, config)                                                       # 1
+    policy.eval()  # no dropout: with it, scorer and sampler would disagree, and ρ ≠ 1 on-policy
+    iteration_steps = config.ref_model_sync_steps if config.sync_ref_model else config.max_steps         # M
+    while state.step < config.max_steps:                                                                 # 2
+        if config.beta > 0 and (state.step % iteration_steps == 0 or state.reference is None):
+            state.reference = copy.deepcopy(policy).requires_grad_(False)                                # 3: π_ref ← π_θ
+        for _ in range(state.step, min(config.max_steps, (state.step // iteration_steps + 1) * iteration_steps)):  # 4
+            batch = sample_batch(dataset, config, state.step)                                            # 5
+            rollout = sample_rollout(policy, tokenizer, batch, config, state.step)                       # 6, 7: π_old ← π_θ
+            rewards = compute_rewards(reward_funcs, rollout)                                             # 8
+            advantages = compute_advantages(rewards, rollout, config)                                    # 9
+            rollout.ref_logps = reference_logps(state.reference, rollout, config)
+            for _ in range(config.num_iterations):                                                       # 10: μ
+                update = update_policy(policy, state, rollout, advantages, config)                       # 11
+            state.step += 1
+            if report(state, step_metrics(state, rollout, rewards, update, reward_funcs, config)):
+                return state
+    return state                                                                                         # 15
 
 
 def sample_batch(dataset, config, step):
-    """Line 5: this process's share of the step's B / G prompts, the next ones of a shuffle made anew for each epoch."""
+    """Line 5: the step's B / G prompts (this process's share), the next ones of an order shuffled anew each epoch."""
     count, n = config.generation_batch_size // config.num_generations, len(dataset)
     first = step * count
-    orders = {epoch: numpy.random.default_rng([config.seed, epoch, 5]).permutation(n)
+    orders = {epoch: numpy.random.default_rng([config.seed, 0, epoch]).permutation(n)
               for epoch in range(first // n, (first + count - 1) // n + 1)}
     return own_share([dataset[orders[i // n][i % n]] for i in range(first, first + count)])
 
 
 def compute_rewards(reward_funcs, rollout):
-    """Line 8: every reward function on this process's rows, then the rows of all processes: (B, F), None as NaN."""
-    columns = []
+    """Line 8: each reward function on each completion of all processes, (B, F), None as NaN."""
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
+    columns = []
     for f in reward_funcs:
         values = f(prompts=rollout.prompts, completions=rollout.completions, completion_ids=ids, **rollout.columns)
         try:
             column = [math.nan if value is None else float(value) for value in values]
+            ok = len(column) == len(ids) and not any(map(math.isinf, column))
         except (TypeError, ValueError):
-            raise ValueError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of numbers or None") from None
-        if len(column) != len(ids) or any(map(math.isinf, column)):
-            raise ValueError(f"reward function {f.__name__}: got {len(column)} values for {len(ids)} completions, from "
-                             f"{min(column, default=None)} to {max(column, default=None)}; allowed is one finite number for each")
+            ok = False
+        if not ok:
+            raise ValueError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of {len(ids)} finite "
+                             "numbers or None, one for each completion")
         columns.append(column)
-    return gather(torch.tensor(columns, device=rollout.completion_ids.device).T.contiguous())            # (B, F)
+    return gather(torch.tensor(columns, device=rollout.completion_ids.device).T)                         # (B, F)
 
 
 def compute_advantages(rewards_per_func, rollout, config):
-    """Line 9: (B,) advantages of the whole batch, of which this process keeps its rows as (B', T)."""
+    """Line 9: the advantage of each token of this process's rows, (B, T), from the rewards of all."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)                                   # (B,)
     advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)   # (B,)
     if config.mask_truncated_completions:
         rollout.completion_mask = rollout.completion_mask * rollout.terminated.unsqueeze(1)
-    advantages = broadcast_advantages(own_share(advantages), rollout.completion_mask)                    # (B', T)
-    if config.top_entropy_quantile < 1:   # every policy term is linear in A, so A = 0 masks a token
-        mask = top_entropy_mask(rollout.entropies, rollout.completion_mask, config.top_entropy_quantile)
-        advantages = advantages * mask
+    advantages = broadcast_advantages(own_share(advantages), rollout.completion_mask)                    # (B, T)
+    if config.top_entropy_quantile < 1:   # each policy term is linear in A: A = 0 takes a token out
+        advantages = advantages * top_entropy_mask(rollout.entropies, rollout.completion_mask, config.top_entropy_quantile)
     return advantages
 
 
 def score(model, rollout, rows, config):
-    """Log-probs of some rows of the rollout, cut to the longest of them: (rows, T')."""
+    """Log-probs of some rows of the rollout, cut to the longest of them, (rows, T')."""
     T = max(1, int(rollout.completion_mask[rows].sum(1).max()))
-    with torch.autocast(rollout.completion_ids.device.type, torch.bfloat16, enabled=config.bf16):
-        logps, _ = per_token_logps(model, rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
-                                   rollout.completion_mask[rows, :T], temperature=config.temperature)
-    return logps
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
+        return per_token_logps(model, rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
+                               rollout.completion_mask[rows, :T], temperature=config.temperature)[0]
 
 
 @torch.no_grad()
-def score_reference(reference, rollout, config):
-    """log π_ref of the rollout, once for all μ updates; nothing where β = 0."""
-    if reference is not None:
-        rollout.ref_logps = torch.zeros_like(rollout.sampling_logps)
-        for rows in torch.arange(len(rollout.prompts), device=rollout.prompt_ids.device).split(config.per_device_train_batch_size):
-            logps = score(reference, rollout, rows, config)
-            rollout.ref_logps[rows, : logps.size(1)] = logps.to(rollout.ref_logps.dtype)
+def reference_logps(reference, rollout, config):
+    """log π_ref of the rollout, (B, T), once for all μ updates; None where there is no reference."""
+    if reference is None:
+        return None
+    logps = torch.zeros_like(rollout.sampling_logps)
+    for rows in torch.arange(len(logps), device=logps.device).split(config.per_device_train_batch_size):
+        part = score(reference, rollout, rows, config)
+        logps[rows, : part.size(1)] = part
+    return logps
 
 
 def loss_options(config):
-    """The config in the words of grpo_loss."""
+    """The config in grpo_loss's words."""
     return dict(
         beta=config.beta, epsilon_low=config.epsilon, delta=config.delta, policy_loss=config.policy_loss,
         epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-        loss_type="dapo" if config.loss_type == "bnpo" else config.loss_type,  # bnpo's "these rows" are the whole batch here
+        loss_type="dapo" if config.loss_type == "bnpo" else config.loss_type,  # bnpo's "these rows" are the whole batch
         importance_sampling_level=config.importance_sampling_level, use_bias_correction_kl=config.use_bias_correction_kl,
         max_completion_length=config.max_completion_length)
 
 
 def update_policy(policy, state, rollout, advantages, config):
-    """Line 11: one step of AdamW on the GRPO loss of the whole batch, taken in parts; returns its metrics."""
-    mask, first = rollout.completion_mask, rollout.old_logps is None
+    """Line 11: one step of AdamW down the loss of the whole batch, whose gradient is added up part by part."""
+    mask, is_first = rollout.completion_mask, rollout.old_logps is None
     tokens, rows = all_reduce(torch.stack([mask.sum(), mask.new_tensor(len(mask))])).tolist()            # of all processes
-    learns = mask.any(1) if config.beta > 0 else (advantages != 0).any(1)  # at β = 0 a row of A = 0 has no gradient
-    old_logps = torch.zeros_like(rollout.sampling_logps) if first else rollout.old_logps
+    if is_first:                          # the policy has not moved yet: what it finds now is log π_old
+        rollout.old_logps = rollout.sampling_logps.clone()
     weights = [p for p in policy.parameters() if p.requires_grad]
     for p in weights:
         p.grad = torch.zeros_like(p)
     totals = dict.fromkeys(("loss", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0.0)
-    for part in learns.nonzero().squeeze(1).split(config.per_device_train_batch_size):
-        if len(part) == 0:
-            continue
+    learns = (advantages != 0).any(1) if config.beta == 0 else mask.any(1)                               # the others: gradient 0
+    for part in learns.nonzero().squeeze(1).split(config.per_device_train_batch_size) if learns.any() else ():
         logps = score(policy, rollout, part, config)                                                     # (part, T')
-        real = mask[part, : logps.size(1)]
-        if first:                         # the policy has not moved since it sampled: these are π_old's log-probs
-            old_logps[part, : logps.size(1)] = logps.detach().to(old_logps.dtype)
-            difference = ((logps.detach() - rollout.sampling_logps[part, : logps.size(1)]) * real).abs().max()
-            rollout.logp_difference = torch.maximum(rollout.logp_difference, difference)
+        cut = (part, slice(logps.size(1)))
+        if is_first:
+            rollout.old_logps[cut] = logps.detach() * mask[cut]
         loss, metrics = grpo_loss(
-            logps, advantages[part, : logps.size(1)], real, old_logps=None if first else old_logps[part, : logps.size(1)],
-            ref_logps=None if rollout.ref_logps is None else rollout.ref_logps[part, : logps.size(1)],
+            logps, advantages[cut], mask[cut], old_logps=None if is_first else rollout.old_logps[cut],
+            ref_logps=None if rollout.ref_logps is None else rollout.ref_logps[cut],
             num_items_in_batch=tokens, num_rows_in_batch=rows, **loss_options(config))
         loss.backward()
         totals["loss"] += loss.item()
-        for name, value in metrics.items():
-            over_rows = config.importance_sampling_level == "sequence" and name != "kl"
-            totals[name] += value * (len(part) / rows if over_rows else real.sum().item() / tokens)
-    rollout.old_logps = old_logps
+        for name, mean in metrics.items():
+            of_rows = config.importance_sampling_level == "sequence" and name != "kl"
+            totals[name] += mean * (len(part) / rows if of_rows else mask[cut].sum().item() / tokens)
     for p in weights:
         all_reduce(p.grad)
     totals = dict(zip(totals, all_reduce(torch.tensor(list(totals.values()), device=mask.device)).tolist()))
-    if rollout.ref_logps is None:
-        del totals["kl"]
     totals["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
     totals["learning_rate"] = state.scheduler.get_last_lr()[0]
     if not math.isfinite(totals["loss"] + totals["grad_norm"]):
@@ -1214,27 +1200,28 @@ def update_policy(policy, state, rollout, advantages, config):
 
 
 def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config):
-    """The step's metrics over all processes, under TRL's names."""
-    rewards = combine_rewards(rewards_per_func, config.reward_weights)                                   # (B,)
-    lengths, mask = gather(rollout.lengths).float(), rollout.completion_mask
-    ended = lengths[gather(rollout.terminated)] if gather(rollout.terminated).any() else torch.zeros(1)
+    """The step's metrics over all processes, under TRL's names; what each means stands in the README."""
+    rewards, mask = combine_rewards(rewards_per_func, config.reward_weights), rollout.completion_mask
+    lengths, terminated = gather(rollout.lengths).float(), gather(rollout.terminated.long()).bool()
     entropy, tokens = all_reduce(torch.stack([(rollout.entropies * mask).sum(), mask.sum()])).tolist()
+    drift = gather(((rollout.old_logps - rollout.sampling_logps) * mask).abs().max().reshape(1))
     state.num_tokens += int(lengths.sum() + gather(rollout.prompt_mask.sum(1)).sum())
-    metrics = {"step": state.step, **update, "sampling/sampling_logp_difference/max":
-               gather(rollout.logp_difference.reshape(1)).max().item(), "entropy": entropy / max(tokens, 1), "reward": rewards.nanmean().item(),
+    metrics = {"step": state.step, **update, "entropy": entropy / max(tokens, 1), "reward": rewards.nanmean().item(),
                "reward_std": group_stats(rewards, len(rewards))[1].item(),
                "frac_reward_zero_std": (group_stats(rewards, config.num_generations)[1] == 0).float().mean().item(),
-               "completions/clipped_ratio": 1 - gather(rollout.terminated).float().mean().item(), "num_tokens": state.num_tokens}
+               "sampling/sampling_logp_difference/max": drift.max().item(), "num_tokens": state.num_tokens,
+               "completions/clipped_ratio": 1 - terminated.float().mean().item()}
     for f, column in zip(reward_funcs, rewards_per_func.T):
-        mean, std = group_stats(column.contiguous(), len(column))
+        mean, std = group_stats(column, len(column))
         metrics |= {f"rewards/{f.__name__}/mean": mean.item(), f"rewards/{f.__name__}/std": std.item()}
-    for kind, x in (("length", lengths), ("terminated_length", ended)):
-        metrics |= {f"completions/mean_{kind}": x.mean().item(), f"completions/min_{kind}": x.min().item(),
-                    f"completions/max_{kind}": x.max().item()}
+    for name, x in ("length", lengths), ("terminated_length", lengths[terminated] if terminated.any() else torch.zeros(1)):
+        metrics |= {f"completions/{kind}_{name}": getattr(x, kind)().item() for kind in ("mean", "min", "max")}
+    if rollout.ref_logps is None:
+        del metrics["kl"]
     return metrics
 
 
-# Processes: with torchrun each of N processes samples and learns 1/N of the rows; what must be whole is put together.
+# With torchrun, each of N processes samples and learns from 1/N of the rows; what concerns the whole batch is put together.
 
 
 def rank_and_world():
@@ -1249,30 +1236,33 @@ def own_share(rows):
 
 
 def gather(rows):
-    """The rows of all processes, in the order of the batch; every process has as many."""
-    if rank_and_world()[1] == 1:
+    """The rows of all processes, in the order of the batch."""
+    parts = [torch.empty_like(rows.contiguous()) for _ in range(rank_and_world()[1])]
+    if len(parts) == 1:
         return rows
-    parts = [torch.empty_like(rows) for _ in range(rank_and_world()[1])]
     torch.distributed.all_gather(parts, rows.contiguous())
     return torch.cat(parts)
 
 
 def all_reduce(x):
-    """The sum over all processes, in place."""
+    """The sum of x over all processes."""
     if rank_and_world()[1] > 1:
         torch.distributed.all_reduce(x)
     return x
 
 
 # §11 Command line ----------------------------------------------------------------------------------------------------
-# python grpo.py --model tiny: a tiny transformer learns two-digit addition, first from a teacher that mostly forgets the
-# carry (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
+# --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly forgets the carry
+# (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
-TINY = dict(learning_rate=5e-4, max_steps=200, num_generations=16, generation_batch_size=256,
+TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
             per_device_train_batch_size=256, max_completion_length=28)
+REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
+RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size")  # free to change on resume
 
 
 def tiny_tokenizer():
+    """One token for each character, and for <think> and </think>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     words = ["<pad>", "<eos>", "<think>", "</think>", *"0123456789+=,"]
@@ -1287,231 +1277,245 @@ def tiny_model(tokenizer, seed):
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None))
+        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
 
 
 def tiny_problems(seed, held_out=500):
-    """All sums of two two-digit numbers, shuffled: those to train on, those held out."""
-    pairs = numpy.random.default_rng([seed, 1]).permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
-    problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs]
+    """All 8,100 sums of two two-digit numbers in random order: those to train on, and those held out."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    order = numpy.random.default_rng([seed, 1]).permutation(len(pairs))
+    problems = [{"prompt": f"{pairs[i][0]}+{pairs[i][1]}=", "solution": str(sum(pairs[i]))} for i in order]
     return problems[held_out:], problems[:held_out]
 
 
-def teacher_trace(prompt, forgets):
-    """A worked answer, 47+85= -> <think>7+5=12,4+8+1=13</think>132; a teacher who forgets the carry writes 4+8+0=12."""
+def teacher_trace(prompt, forgets_carry):
+    """A worked answer: 47+85= gets <think>7+5=12,4+8+1=13</think>132, or without the carry 4+8+0=12 and 122."""
     a, b = map(int, prompt.rstrip("=").split("+"))
     units = a % 10 + b % 10
-    carry = 0 if forgets else units // 10
+    carry = 0 if forgets_carry else units // 10
     tens = a // 10 + b // 10 + carry
-    return f"<think>{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}</think>{tens * 10 + units % 10}<eos>"
+    return f"<think>{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}</think>{10 * tens + units % 10}<eos>"
 
 
 def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learning_rate=3e-3, forgets=0.6):
-    """Supervised learning on the teacher's traces: minimise the mean of -log π over their tokens."""
+    """Supervised learning from the teacher: minimise the mean of -log π over the tokens of its traces."""
     from tqdm import tqdm
-    rng, device = numpy.random.default_rng([seed, 2]), next(model.parameters()).device
+    rng = numpy.random.default_rng([seed, 2])
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    for step in tqdm(range(steps), desc="cold start", leave=False):
-        batch = [problems[i]["prompt"] for i in rng.integers(len(problems), size=rows)]
-        ids, mask = encode_prompts(tokenizer, batch, device)
-        traces = tokenizer([teacher_trace(p, rng.random() < forgets) for p in batch], padding=True, return_tensors="pt").to(device)
-        logps, _ = per_token_logps(model, ids, mask, traces["input_ids"], traces["attention_mask"])
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1, 2 - 2 * step / steps)
+    for step in tqdm(range(steps), "cold start", leave=False, disable=rank_and_world()[0] > 0):
+        prompts = [problems[i]["prompt"] for i in rng.integers(len(problems), size=rows)]
+        traces = tokenizer([teacher_trace(p, rng.random() < forgets) for p in prompts], padding=True, return_tensors="pt")
+        mask = traces["attention_mask"].to(model.device)
+        logps, _ = per_token_logps(model, *encode_prompts(tokenizer, prompts, model.device), traces["input_ids"].to(model.device), mask)
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)
         optimizer.zero_grad()
-        aggregate(-logps, traces["attention_mask"], loss_type="bnpo").backward()
+        aggregate(-logps, mask, loss_type="bnpo").backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
-def greedy_answers(model, tokenizer, problems, max_completion_length):
-    """The most likely completion for each problem, and the share of right ones."""
-    ids, mask = encode_prompts(tokenizer, [p["prompt"] for p in problems], next(model.parameters()).device)
-    out, real, _, _ = generate(model, ids, mask, max_completion_length=max_completion_length,
-                               eos_token_ids=eos_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id)
-    answers = decode(tokenizer, out, real)
-    return answers, sum(accuracy_reward(answers, [p["solution"] for p in problems])) / len(problems)
-
-
-REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
-FIRST_LINE = ("On-policy (num_iterations = 1) every ratio is 1: the loss stays near 0 and clip_ratio at 0. That is normal, "
-              "the gradient is not 0. Watch the reward.")
+def solve(model, tokenizer, problems, config):
+    """Greedy answers to the problems, and the share of right ones; the first four are printed."""
+    ids, mask = encode_prompts(tokenizer, [problem["prompt"] for problem in problems], model.device)
+    completion_ids, *_ = generate(model, ids, mask, max_completion_length=config.max_completion_length,
+                                  eos_token_ids=eos_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id)
+    answers = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    right = accuracy_reward(answers, [problem["solution"] for problem in problems])
+    for problem, answer, ok in list(zip(problems, answers, right))[: 4 * (rank_and_world()[0] == 0)]:
+        print(f"  {problem['prompt']}{answer}   {'right' if ok else 'wrong, it is ' + problem['solution']}")
+    return sum(right) / len(right)
 
 
 def load_dataset(path):
-    """JSON Lines: one object a line, with "prompt" (a string, or messages) and the same further columns in each."""
+    """JSON Lines, an object a line: "prompt" (a string, or messages) and further columns, the same in every line."""
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: got bytes that are not UTF-8 ({error.reason}); allowed is UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: got no JSON ({error}); allowed is one object a line") from None
+                row = json.loads(line.decode()) if line.strip() else None
+            except ValueError as error:                                   # not UTF-8, or not JSON
+                raise ValueError(f"{path}, line {number}: {error}; allowed is a JSON object in UTF-8") from None
             if row is None:
                 continue
             prompt = row.get("prompt") if isinstance(row, dict) else None
-            chat = isinstance(prompt, list) and prompt and all(
+            chat = isinstance(prompt, list) and all(
                 isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
-            if not (chat or isinstance(prompt, str) and prompt):
-                raise ValueError(f"{path}, line {number}: got {line.decode()[:80].strip()!r}; allowed is an object whose prompt is a "
-                                 "string or a list of messages with role and content, not empty")
-            if rows and (row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"])):
-                raise ValueError(f"{path}, line {number}: got columns {sorted(row)} with prompt a {type(prompt).__name__}; allowed is "
-                                 f"as in the first line: {sorted(rows[0])}, {type(rows[0]['prompt']).__name__}")
+            if not prompt or not (chat or isinstance(prompt, str)):
+                raise ValueError(f"{path}, line {number}: got prompt {prompt!r:.80}; allowed is an object whose prompt is a text, or a "
+                                 "list of messages with role and content")
+            first = rows[0] if rows else row
+            if row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
+                raise ValueError(f"{path}, line {number}: got columns {sorted(row)}, prompt a {type(prompt).__name__}; allowed is what the "
+                                 f"first line has: {sorted(first)}, {type(first['prompt']).__name__}")
             rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: got no line; allowed is one JSON object a line")
+        raise ValueError(f"{path}: got an empty file; allowed is one JSON object a line")
     return rows
 
 
 def load_reward_func(name, columns, config):
-    """A built-in name, function `f` of a file as my_rewards.py:f, or a sequence-classification model."""
+    """A reward function by its name: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
     path, _, function = name.rpartition(":")
     if name == "soft_overlong":
         f = get_soft_overlong_punishment(config.max_completion_length, config.max_completion_length // 5)
     elif name in REWARDS:
         f = REWARDS[name]
     elif path.endswith(".py"):
-        import importlib.util
-        spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
-        module = importlib.util.module_from_spec(spec)
+        from importlib.util import module_from_spec, spec_from_file_location
+        spec = spec_from_file_location(os.path.basename(path)[:-3], path)
+        module = module_from_spec(spec)
         spec.loader.exec_module(module)
         f = getattr(module, function, None)
-        if not callable(f):
-            raise ValueError(f"reward_funcs: got {name}, but {path} has no function {function}")
     elif os.path.isdir(name) or "/" in name:
-        f = reward_model(name)
+        f = load_reward_model(name)
     else:
-        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the path "
-                         "or name (with a slash) of a sequence-classification model")
+        f = None
+    if not callable(f):
+        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the folder "
+                         "or hub name of a sequence-classification model")
     for parameter in inspect.signature(f).parameters.values():
-        known = {"prompts", "completions", "completion_ids", *columns}
-        if parameter.default is parameter.empty and parameter.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY") and \
-                parameter.name not in known:
-            raise ValueError(f"reward function {name}: needs the column {parameter.name}; the dataset has {', '.join(sorted(columns))}")
+        if (parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+                and parameter.name not in {"prompts", "completions", "completion_ids", *columns}):
+            raise ValueError(f"reward function {name}: needs the column {parameter.name}; the dataset has {', '.join(sorted(columns)) or 'none'}")
     return f
 
 
-def reward_model(name):
-    """A sequence-classification model as a reward function: its one logit for prompt and completion."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, dtype=torch.float32).eval()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id    # the model reads its score at the last token that is not padding
-    model.to(default_device())
+def load_reward_model(name):
+    """A sequence-classification model as a reward function: its one logit for prompt and completion together."""
+    from transformers import AutoModelForSequenceClassification
+    model, tokenizer = load_model(name, AutoModelForSequenceClassification, num_labels=1)
+    model.config.pad_token_id = tokenizer.pad_token_id                    # it reads its score at the last token that is no padding
 
     @torch.no_grad()
     def score(prompts, completions, **kwargs):
-        chat = not isinstance(completions[0], str)
+        chat = not isinstance(prompts[0], str)
         texts = [tokenizer.apply_chat_template(p + c, tokenize=False) if chat else p + c for p, c in zip(prompts, completions)]
         inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not chat)
-        return model(input_ids=inputs["input_ids"].to(model.device),
-                     attention_mask=inputs["attention_mask"].to(model.device)).logits[:, 0].tolist()
+        inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        return model.eval()(**inputs).logits[:, 0].tolist()
 
     score.__name__ = os.path.basename(os.path.normpath(name))
     return score
+
+
+def load_model(name, auto_class=None, **options):
+    """A float32 model and its tokenizer, from a folder or the Hugging Face hub; code that comes with it is never run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = (auto_class or AutoModelForCausalLM).from_pretrained(name, dtype=torch.float32, **options)
+    except Exception as error:  # transformers raises many kinds, most of them many lines long
+        raise ValueError(f"model: cannot load {name} ({str(error).strip().splitlines()[0]}); allowed is tiny, or the folder or hub "
+                         "name of a model with its tokenizer") from error
+    if tokenizer.eos_token_id is None and auto_class is None:
+        raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one with which an answer can end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model.to(default_device()), tokenizer
 
 
 def default_device():
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def load_model(name):
-    """A causal LM in float32 and its tokenizer, from a folder or the Hugging Face hub; no code of theirs is run."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model: cannot load {name}: {str(error).strip().splitlines()[0]} allowed is tiny, a folder or a hub name") from None
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one that can end a completion")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return model.to(default_device()), tokenizer
-
-
-def check_lengths(model, tokenizer, dataset, config):
-    """Raise if a prompt and a completion of full length do not fit the model's context."""
+def check_context(model, tokenizer, dataset, config):
+    """Raise where a prompt and a completion of full length do not fit the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     for start in range(0, len(dataset), 1000):
-        _, mask = encode_prompts(tokenizer, [row["prompt"] for row in dataset[start : start + 1000]], "cpu")
-        longest = int(mask.sum(1).max())
-        if longest + config.max_completion_length > context:
-            row = start + int(mask.sum(1).argmax()) + 1
-            raise ValueError(f"prompt {row}: got {longest} tokens; allowed is {context - config.max_completion_length}, the model's "
-                             f"context of {context} less max_completion_length = {config.max_completion_length}")
+        lengths = encode_prompts(tokenizer, [row["prompt"] for row in dataset[start : start + 1000]], "cpu")[1].sum(1)
+        if lengths.max() + config.max_completion_length > context:
+            raise ValueError(f"prompt {start + int(lengths.argmax()) + 1}: got {lengths.max()} tokens; allowed is the model's context of "
+                             f"{context} less max_completion_length = {config.max_completion_length}")
 
 
-# Output: a folder of metrics.jsonl, curve.png and checkpoint/; each is written under another name first, then renamed.
-
-
-def save_checkpoint(folder, policy, tokenizer, state, config, run):
-    """Write folder/checkpoint: the model and tokenizer in Hugging Face format, and what a resumed run needs."""
-    target, new, old = (os.path.join(folder, name) for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
+def save_checkpoint(folder, policy, tokenizer, state, config, settings):
+    """Write folder/checkpoint: model and tokenizer in Hugging Face format, and what a resumed run needs. The old one goes
+    only when the new one is whole."""
+    target, new, old = (os.path.join(folder, "checkpoint" + end) for end in ("", ".new", ".old"))
     shutil.rmtree(new, ignore_errors=True)
-    policy.save_pretrained(new)
-    tokenizer.save_pretrained(new)
+    for part in (policy, tokenizer):
+        part.save_pretrained(new)
     if state.reference is not None:
         state.reference.save_pretrained(os.path.join(new, "reference"))
     torch.save({"optimizer": state.optimizer.state_dict(), "scheduler": state.scheduler.state_dict()}, os.path.join(new, "optimizer.pt"))
+    run = {"step": state.step, "num_tokens": state.num_tokens, "config": asdict(config), **settings}
     with open(os.path.join(new, "run.json"), "w") as file:
-        json.dump({"step": state.step, "num_tokens": state.num_tokens, "notes": state.notes, "config": asdict(config), **run}, file, indent=1)
+        json.dump(run, file, indent=1)
+    shutil.rmtree(old, ignore_errors=True)
     if os.path.isdir(target):
-        shutil.rmtree(old, ignore_errors=True)
         os.rename(target, old)
     os.rename(new, target)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def plot_curve(folder):
-    """Draw reward, accuracy, entropy (or KL) and length over the steps of metrics.jsonl into curve.png."""
+def load_checkpoint(folder, given):
+    """A saved run: its settings, config, policy, tokenizer and state. Flags that contradict it are an error."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = folder if os.path.isdir(folder) or not os.path.isdir(folder.rstrip("/") + ".old") else folder.rstrip("/") + ".old"
+    try:
+        with open(os.path.join(folder, "run.json")) as file:
+            run = json.load(file)
+        saved = run["config"] | {name: run[name] for name in ("model", "dataset", "reward_funcs", "before")}
+        wrong = [f"{name} = {value} (was {saved[name]})" for name, value in given.items()
+                 if name in saved and name not in RUN_ONLY and saved[name] != value]
+        config = GRPOConfig(**run["config"] | {name: given[name] for name in RUN_ONLY if name in given})
+        policy, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+        state = initial_state(policy.to(default_device()), config)
+        state.step, state.num_tokens = run["step"], run["num_tokens"]
+        if os.path.isdir(os.path.join(folder, "reference")):
+            state.reference = AutoModelForCausalLM.from_pretrained(os.path.join(folder, "reference"), dtype=torch.float32)
+            state.reference.to(default_device()).eval().requires_grad_(False)
+        parts = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
+        state.optimizer.load_state_dict(parts["optimizer"])
+        state.scheduler.load_state_dict(parts["scheduler"])
+    except Exception as error:  # a missing, cut off or altered file, by whichever reader finds it
+        raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({str(error).strip().splitlines()[0]}); allowed is the checkpoint "
+                         "folder of an earlier run, unchanged") from error
+    if wrong:
+        raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
+    return saved, config, policy, tokenizer, state
+
+
+def plot_curve(lines, path):
+    """Draw reward, accuracy, entropy or KL, and length over the steps."""
     from matplotlib.figure import Figure
-    with open(os.path.join(folder, "metrics.jsonl")) as file:
-        lines = [json.loads(line) for line in file]
-    panels = ["reward", *[name for name in lines[0] if name.startswith("rewards/accuracy") and name.endswith("mean")],
-              "kl" if "kl" in lines[0] else "entropy", "completions/mean_length"]
-    units = {"entropy": "entropy (nats per token)", "kl": "KL (nats per token)", "completions/mean_length": "length (tokens)"}
+    panels = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "KL (nats a token)": "kl",
+              "entropy (nats a token)": "entropy", "length (tokens)": "completions/mean_length"}
+    panels = {title: name for title, name in panels.items() if name in lines[0] and not (name == "entropy" and "kl" in lines[0])}
     figure = Figure(figsize=(3.2 * len(panels), 2.8), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        axes.plot([line["step"] for line in lines], [math.nan if line[name] is None else line[name] for line in lines], linewidth=1.5)
-        axes.set(xlabel="step", title=units.get(name, "accuracy" if "accuracy" in name else name))
+    for axes, (title, name) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        axes.plot([line["step"] for line in lines], [math.nan if line[name] is None else line[name] for line in lines])
+        axes.set(xlabel="step", title=title)
         axes.grid(alpha=0.3)
-    new = os.path.join(folder, "curve.new.png")
-    figure.savefig(new, dpi=120)
-    os.replace(new, os.path.join(folder, "curve.png"))
+    figure.savefig(path + ".new", dpi=120, format="png")
+    os.replace(path + ".new", path)
 
 
 def explain(policy, tokenizer, dataset, reward_funcs, config):
-    """One group as the second of μ updates sees it (at the first every ratio is 1), token by token, as plain text."""
-    config = replace(config, generation_batch_size=config.num_generations, beta=0.0)
-    for step in range(100):               # on to the first group whose rewards differ: the others teach nothing
+    """One group as the second of μ updates sees it (for the first, every ratio is 1), token by token, as plain text."""
+    config = replace(config, generation_batch_size=config.num_generations, beta=0.0, warmup_steps=0,
+                     learning_rate=config.learning_rate / 10)             # a small first update, so that the ratios stay readable
+    for step in range(100):               # up to the first group whose rewards differ: the others teach nothing
         rollout = sample_rollout(policy.eval(), tokenizer, sample_batch(dataset, config, step), config, step)
         rewards_per_func = compute_rewards(reward_funcs, rollout)
         advantages = compute_advantages(rewards_per_func, rollout, config)
         if advantages.any():
             break
-    rows, mask = torch.arange(config.num_generations), rollout.completion_mask
-    with torch.no_grad():
-        old_logps = score(policy, rollout, rows, config)
-    update_policy(policy, TrainState.fresh(policy, config), rollout, advantages, config)
+    update_policy(policy, initial_state(policy, config), rollout, advantages, config)
+    mask, old_logps, rows = rollout.completion_mask, rollout.old_logps, torch.arange(config.num_generations)
     with torch.no_grad():
         logps = score(policy, rollout, rows, config)
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level).expand_as(logps)
-    text = [f"One group of {len(rows)} completions to {rollout.prompts[0]!r}, as the second update on it sees it. The loss is the policy term."]
+    text = [f"{len(rows)} completions to {rollout.prompts[0]!r}, as the second update on them sees them (loss: the policy term)"]
     for i in rows.tolist():
-        text.append(f"\ncompletion {i + 1}\n{'token':>12} mask     logp old logp  ratio clipped advantage    loss")
+        text.append(f"\ncompletion {i + 1}: {rollout.completions[i]!r}\n{'token':>12} mask     logp old logp   ratio clipped advantage     loss")
         for t, token in enumerate(rollout.completion_ids[i].tolist()):
-            only_t = torch.zeros_like(advantages[i : i + 1]).index_fill(1, torch.tensor(t), 1) * advantages[i : i + 1]
-            loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1],
-                                      num_items_in_batch=1, **{**loss_options(config), "loss_type": "dapo"})
-            text.append(f"{tokenizer.decode([token])!r:>12} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} {ratio[i, t]:6.4f} "
-                        f"{'yes' if metrics['clip_ratio/region_mean'] else 'no':>7} {advantages[i, t]:9.4f} {loss:7.4f}")
+            only_t = advantages[i : i + 1] * (torch.arange(len(advantages[i])) == t)    # the loss is linear in A
+            loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1], num_items_in_batch=1,
+                                      **loss_options(config) | {"loss_type": "dapo"})
+            text.append(f"{tokenizer.decode([token])!r:>12} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} {ratio[i, t]:7.4f} "
+                        f"{'yes' if metrics['clip_ratio/region_mean'] else 'no':>7} {advantages[i, t]:9.4f} {loss.item():8.4f}")
     rewards = combine_rewards(rewards_per_func, config.reward_weights)
-    mean, std = group_stats(rewards, config.num_generations)
+    mean, std = group_stats(rewards, len(rewards))
     return "\n".join([*text, f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}"])
 
 
@@ -1521,20 +1525,22 @@ def build_parser():
             self.exit(2, f"grpo.py: error: {message}\n")
 
     parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline in about a minute.")
+                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
     parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
-    parser.add_argument("--dataset", metavar="FILE", help="JSON Lines: prompt (text or messages) and further columns, such as solution")
+    parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns, such as solution")
     parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, or a "
                         "sequence-classification model (default: accuracy think_format)")
-    parser.add_argument("--preset", choices=PRESETS, help="settings of a paper; flags given beside it win")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
-    parser.add_argument("--explain", action="store_true", help="print one sampled group token by token instead of training")
+    parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
     for f in fields(GRPOConfig):
-        kind = {bool: lambda text: {"true": True, "false": False}[text.lower()], list: float}.get(f.type, f.type)
-        more = {bool: {"nargs": "?", "const": True, "metavar": "true|false"}, list: {"nargs": "+"}}.get(f.type, {})
-        words = f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) and f.type is str else None
-        parser.add_argument(f"--{f.name}", type=kind, choices=words, help=f"{f.metadata['help']} (default: {f.default}"
-                            + (f"; tiny: {TINY[f.name]})" if f.name in TINY else ")"), **{"metavar": f.type.__name__.upper(), **more})
+        kind = {"type": f.type, "choices": f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) else None}
+        if f.type is bool:
+            kind |= {"type": lambda text: {"true": True, "false": False}.get(text.lower(), text), "nargs": "?", "const": True}
+        if f.type is list:
+            kind |= {"type": float, "nargs": "+"}
+        tiny = f"; tiny: {TINY[f.name]}" if f.name in TINY else ""
+        parser.add_argument(f"--{f.name}", **kind, metavar=f.type.__name__.upper(), help=f"{f.metadata['help']} (default: {f.default}{tiny})")
     return parser
 
 
@@ -1545,83 +1551,110 @@ def main(argv=None):
     except (ValueError, OSError, FloatingPointError) as error:
         print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:                                             # before the first step there is nothing to save
+        return 130
 
 
 def run(given):
-    """The command line: given holds the flags that were typed, and no others."""
+    """The command line; `given` holds the flags that were typed, and no others."""
     from tqdm import tqdm
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder, saved = given.get("resume_from_checkpoint"), {}
-    if folder:
-        saved = load_run(folder)
-    settings = {name: given.get(name, saved.get(name)) for name in ("model", "dataset", "reward_funcs")}
-    if not settings["model"]:
-        raise ValueError("model: got none; allowed is tiny, or the folder or hub name of a causal LM")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:                          # set by torchrun
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    (rank, world), state = rank_and_world(), None
+    if "resume_from_checkpoint" in given:
+        settings, config, policy, tokenizer, state = load_checkpoint(given["resume_from_checkpoint"], given)
+    else:
+        settings = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "before": None}
+        settings |= {name: value for name, value in given.items() if name in settings}
+        options = (TINY if settings["model"] == "tiny" else {}) | PRESETS.get(given.get("preset"), {})
+        config = GRPOConfig(**options | {f.name: given[f.name] for f in fields(GRPOConfig) if f.name in given})
     tiny = settings["model"] == "tiny"
-    if not tiny and not settings["dataset"]:
-        raise ValueError("dataset: got none; allowed is a JSON Lines file with the prompts")
-    names = {f.name for f in fields(GRPOConfig)}
-    options = {**(TINY if tiny else {}), **PRESETS.get(given.get("preset"), {}), **{k: v for k, v in given.items() if k in names}}
-    config = GRPOConfig(**options)
+    if not settings["model"] or not (tiny or settings["dataset"]):
+        raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
     if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
         raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
+    if config.generation_batch_size // config.num_generations % world:
+        raise ValueError(f"generation_batch_size: got {config.generation_batch_size // config.num_generations} prompts a step; allowed "
+                         f"is a multiple of the {world} processes")
 
-    if tiny:
+    dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
+    if state is None and tiny:
         tokenizer = tiny_tokenizer()
         policy = tiny_model(tokenizer, config.seed).to(default_device())
-        dataset, held_out = tiny_problems(config.seed)
-    else:
-        dataset, held_out = load_dataset(settings["dataset"]), []
+    elif state is None:
         policy, tokenizer = load_model(settings["model"])
-    check_lengths(policy, tokenizer, dataset, config)
+    check_context(policy, tokenizer, dataset, config)
     columns = dataset[0].keys() - {"prompt"}
-    reward_funcs = [load_reward_func(name, columns, config) for name in settings["reward_funcs"] or ["accuracy", "think_format"]]
+    reward_funcs = [load_reward_func(name, columns, config) for name in settings["reward_funcs"]]
     if config.reward_weights and len(config.reward_weights) != len(reward_funcs):
         raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is one for each")
-
-    if tiny:
+    if state is None and tiny:
         cold_start(policy, tokenizer, dataset, config.seed)
+    for p in policy.parameters():
+        if world > 1:
+            torch.distributed.broadcast(p.data, 0)
     if "explain" in given:
         print(explain(policy, tokenizer, dataset, reward_funcs, config))
         return 0
-    if tiny:
-        answers, before = greedy_answers(policy, tokenizer, held_out, config.max_completion_length)
-        show_samples("before", held_out, answers)
-    os.makedirs(config.output_dir, exist_ok=True)
-    print(FIRST_LINE)
-    with tqdm(total=config.max_steps, desc="GRPO", dynamic_ncols=True) as bar, open(os.path.join(config.output_dir, "metrics.jsonl"), "w") as log:
-        start = time.perf_counter()
+    if state is None and tiny:
+        settings["before"] = solve(policy, tokenizer, held_out, config)
 
-        def report(state, rollout, metrics):
-            nonlocal start
-            metrics["step_time"] = time.perf_counter() - start
-            if state.step % config.logging_steps == 0:
-                log.write(json.dumps({k: None if v != v else v for k, v in metrics.items()}) + "\n")
-                log.flush()
-            shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy", "clip": "clip_ratio/region_mean"}
-            bar.set_postfix({k: f"{metrics[v]:.3f}" for k, v in shown.items() if v in metrics})
-            bar.update()
-            if state.step % config.save_steps == 0 or state.step == config.max_steps:
-                save_checkpoint(config.output_dir, policy, tokenizer, state, config, settings)
-            start = time.perf_counter()
+    path, lines, log, signals = os.path.join(config.output_dir, "metrics.jsonl"), [], None, []
+    if state is not None and os.path.exists(path):
+        with open(path) as file:
+            lines = [line for line in map(json.loads, file) if line["step"] <= state.step]
+    if rank == 0:
+        print("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the gradient "
+              "is not 0. Watch the reward.")
+    bar = tqdm(total=config.max_steps, initial=state.step if state else 0, desc="GRPO", dynamic_ncols=True, disable=rank > 0)
+    started = time.perf_counter()
 
-        train(policy, tokenizer, dataset, reward_funcs, config, report=report)
-    plot_curve(config.output_dir)
-    print(f"wrote {os.path.join(config.output_dir, '')}: metrics.jsonl, curve.png, checkpoint")
+    def report(state, metrics):
+        nonlocal log, started
+        stop = all_reduce(torch.tensor(len(signals), device=policy.device)).item() > 0   # all processes end at the same step
+        if rank == 0 and state.step % config.logging_steps == 0:
+            lines.append({name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - started})
+            if log is None:               # the files of an earlier run stay until this one has a step to show
+                os.makedirs(config.output_dir, exist_ok=True)
+                log = open(path, "w")
+                log.writelines(json.dumps(line) + "\n" for line in lines[:-1])
+            log.write(json.dumps(lines[-1]) + "\n")
+            log.flush()
+        shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy",
+                 "clip": "clip_ratio/region_mean"}
+        bar.set_postfix({name: f"{metrics[key]:.3f}" for name, key in shown.items() if key in metrics}, refresh=False)
+        bar.update()
+        if rank == 0 and (stop or state.step % config.save_steps == 0 or state.step == config.max_steps):
+            save_checkpoint(config.output_dir, policy, tokenizer, state, config, settings)
+        started = time.perf_counter()
+        return stop
+
+    handlers = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        state = train(policy, tokenizer, dataset, reward_funcs, config, state=state, report=report)
+    finally:
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if log is not None:
+            log.close()
+    if rank == 0 and lines:
+        plot_curve(lines, os.path.join(config.output_dir, "curve.png"))
+        print(f"wrote metrics.jsonl, curve.png and checkpoint to {config.output_dir}")
+    if signals:
+        if rank == 0:
+            print(f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint")
+        return 128 + signals[0]
     if tiny:
-        answers, after = greedy_answers(policy, tokenizer, held_out, config.max_completion_length)
-        show_samples("after", held_out, answers)
-        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+        after = solve(policy, tokenizer, held_out, config)
+        if rank == 0:
+            print(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
     return 0
-
-
-def show_samples(when, problems, answers):
-    print(f"{when}:")
-    for problem, answer in list(zip(problems, answers))[:4]:
-        right = accuracy_reward([answer], [problem["solution"]])[0]
-        print(f"  {problem['prompt']}{answer}   {'right' if right else 'wrong, it is ' + problem['solution']}")
 
 
 if __name__ == "__main__":
