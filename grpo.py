@@ -107,17 +107,17 @@ def accuracy_reward(completions, solution, **kwargs):
     import threading
     from fractions import Fraction
 
-    def number(text):  # "1,000" -> Fraction(1000), "1/2" -> Fraction(1, 2), prose -> None
-        digits = re.fullmatch(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/\d+)?", text.strip())
+    def number(text):  # "1,000" -> 1000, "1/2" -> ½, prose -> None
+        plain = re.fullmatch(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/\d+)?\s*", text)
         try:
-            numerator, _, denominator = text.strip().replace(",", "").partition("/")
-            return Fraction(numerator) / Fraction(denominator or 1) if digits else None
-        except (ValueError, ZeroDivisionError):  # no digit at all, more than Python converts, or x/0
+            return Fraction(text.replace(",", "")) if plain else None
+        except (ValueError, ZeroDivisionError):  # no digit at all, more of them than Python converts, or x/0
             return None
 
     def equal(answer, target):
-        if number(answer) is not None and number(target) is not None:
-            return float(number(answer) == number(target))
+        a, b = number(answer), number(target)
+        if a is not None and b is not None:
+            return float(a == b)
         import math_verify
         limit = 3 if threading.current_thread() is threading.main_thread() else None  # its clock needs the main thread
         bare_latex = "\\" in target and "$" not in target and "\\boxed" not in target
@@ -1256,7 +1256,7 @@ def all_reduce(x):
 # (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
-            per_device_train_batch_size=256, max_completion_length=28)
+            per_device_train_batch_size=64, max_completion_length=28)
 REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
 RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size")  # free to change on resume
 
@@ -1273,11 +1273,11 @@ def tiny_tokenizer():
 
 
 def tiny_model(tokenizer, seed):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
 
 
 def tiny_problems(seed, held_out=500):
