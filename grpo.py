@@ -709,7 +709,8 @@ def top_entropy_mask(entropies, completion_mask, quantile):
     _check(entropies=(entropies, "B T"), completion_mask=(completion_mask, "any B T"), quantile=(quantile, "0 to 1"))
     mask = completion_mask != 0
     if mask.any():
-        mask = mask & (entropies >= entropies[mask].quantile(1 - quantile))
+        of_real = entropies[mask].to(torch.promote_types(entropies.dtype, torch.float32))              # quantile's dtypes
+        mask = mask & (entropies >= of_real.quantile(1 - quantile))
     return mask.to(completion_mask.dtype)
 
 
