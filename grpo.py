@@ -1108,13 +1108,16 @@ def compute_rewards(reward_funcs, rollout):
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
     columns = []
     for f in reward_funcs:
-        values = f(prompts=rollout.prompts, completions=rollout.completions, completion_ids=ids, **rollout.columns)
+        try:
+            values = f(prompts=rollout.prompts, completions=rollout.completions, completion_ids=ids, **rollout.columns)
+        except Exception as error:
+            raise ValueError(f"reward function {f.__name__}: {type(error).__name__}: {error} (the dataset's columns are prompt, "
+                             f"{', '.join(rollout.columns)})") from error
         try:
             column = [math.nan if value is None else float(value) for value in values]
-            ok = len(column) == len(ids) and not any(map(math.isinf, column))
         except (TypeError, ValueError):
-            ok = False
-        if not ok:
+            column = []
+        if len(column) != len(ids) or any(map(math.isinf, column)):
             raise ValueError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of {len(ids)} finite "
                              "numbers or None, one for each completion")
         columns.append(column)
@@ -1307,7 +1310,8 @@ def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learnin
         prompts = [problems[i]["prompt"] for i in rng.integers(len(problems), size=rows)]
         traces = tokenizer([teacher_trace(p, rng.random() < forgets) for p in prompts], padding=True, return_tensors="pt")
         mask = traces["attention_mask"].to(model.device)
-        logps, _ = per_token_logps(model, *encode_prompts(tokenizer, prompts, model.device), traces["input_ids"].to(model.device), mask)
+        ids = traces["input_ids"].to(model.device)
+        logps, _ = per_token_logps(model, *encode_prompts(tokenizer, prompts, model.device), ids, mask)
         optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)
         optimizer.zero_grad()
         aggregate(-logps, mask, loss_type="bnpo").backward()
@@ -1315,15 +1319,17 @@ def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learnin
         optimizer.step()
 
 
-def solve(model, tokenizer, problems, config):
-    """Greedy answers to the problems, and the share of right ones; the first four are printed."""
+def solve(model, tokenizer, problems, config, when):
+    """The share of problems that greedy answers get right; the first four are printed."""
     ids, mask = encode_prompts(tokenizer, [problem["prompt"] for problem in problems], model.device)
     completion_ids, *_ = generate(model, ids, mask, max_completion_length=config.max_completion_length,
                                   eos_token_ids=eos_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id)
     answers = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     right = accuracy_reward(answers, [problem["solution"] for problem in problems])
-    for problem, answer, ok in list(zip(problems, answers, right))[: 4 * (rank_and_world()[0] == 0)]:
-        print(f"  {problem['prompt']}{answer}   {'right' if ok else 'wrong, it is ' + problem['solution']}")
+    if rank_and_world()[0] == 0:
+        print(when)
+        for problem, answer, ok in list(zip(problems, answers, right))[:4]:
+            print(f"  {problem['prompt']}{answer}   {'right' if ok else 'wrong, it is ' + problem['solution']}")
     return sum(right) / len(right)
 
 
@@ -1333,28 +1339,25 @@ def load_dataset(path):
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line.decode()) if line.strip() else None
+                row = json.loads(line.decode() if line.strip() else "0")
             except ValueError as error:                                   # not UTF-8, or not JSON
                 raise ValueError(f"{path}, line {number}: {error}; allowed is a JSON object in UTF-8") from None
-            if row is None:
-                continue
             prompt = row.get("prompt") if isinstance(row, dict) else None
-            chat = isinstance(prompt, list) and all(
+            is_chat = isinstance(prompt, list) and all(
                 isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
-            if not prompt or not (chat or isinstance(prompt, str)):
-                raise ValueError(f"{path}, line {number}: got prompt {prompt!r:.80}; allowed is an object whose prompt is a text, or a "
-                                 "list of messages with role and content")
-            first = rows[0] if rows else row
-            if row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
-                raise ValueError(f"{path}, line {number}: got columns {sorted(row)}, prompt a {type(prompt).__name__}; allowed is what the "
-                                 f"first line has: {sorted(first)}, {type(first['prompt']).__name__}")
+            if not prompt or not (is_chat or isinstance(prompt, str)):
+                raise ValueError(f"{path}, line {number}: got {line[:80]!r}; allowed is an object whose prompt is a text, or "
+                                 "a list of messages with role and content")
             rows.append(row)
+            if row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"]):
+                raise ValueError(f"{path}, line {number}: got columns {sorted(row)}, prompt a {type(prompt).__name__}; allowed is "
+                                 f"what line 1 has: {sorted(rows[0])}, {type(rows[0]['prompt']).__name__}")
     if not rows:
         raise ValueError(f"{path}: got an empty file; allowed is one JSON object a line")
     return rows
 
 
-def load_reward_func(name, columns, config):
+def load_reward_func(name, config):
     """A reward function by its name: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
     path, _, function = name.rpartition(":")
     if name == "soft_overlong":
@@ -1372,46 +1375,46 @@ def load_reward_func(name, columns, config):
     else:
         f = None
     if not callable(f):
-        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the folder "
-                         "or hub name of a sequence-classification model")
-    for parameter in inspect.signature(f).parameters.values():
-        if (parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-                and parameter.name not in {"prompts", "completions", "completion_ids", *columns}):
-            raise ValueError(f"reward function {name}: needs the column {parameter.name}; the dataset has {', '.join(sorted(columns)) or 'none'}")
+        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the "
+                         "folder or hub name of a sequence-classification model")
     return f
 
 
 def load_reward_model(name):
     """A sequence-classification model as a reward function: its one logit for prompt and completion together."""
     from transformers import AutoModelForSequenceClassification
-    model, tokenizer = load_model(name, AutoModelForSequenceClassification, num_labels=1)
-    model.config.pad_token_id = tokenizer.pad_token_id                    # it reads its score at the last token that is no padding
+    model, tokenizer = load_model(name, auto_class=AutoModelForSequenceClassification, num_labels=1)
+    model.eval().config.pad_token_id = tokenizer.pad_token_id             # it reads its score before the padding
 
     @torch.no_grad()
     def score(prompts, completions, **kwargs):
-        chat = not isinstance(prompts[0], str)
-        texts = [tokenizer.apply_chat_template(p + c, tokenize=False) if chat else p + c for p, c in zip(prompts, completions)]
-        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not chat)
+        is_chat = not isinstance(prompts[0], str)
+        texts = [tokenizer.apply_chat_template(p + c, tokenize=False) if is_chat else p + c for p, c in zip(prompts, completions)]
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not is_chat)
         inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        return model.eval()(**inputs).logits[:, 0].tolist()
+        return model(**inputs).logits[:, 0].tolist()
 
     score.__name__ = os.path.basename(os.path.normpath(name))
     return score
 
 
-def load_model(name, auto_class=None, **options):
+def load_model(name, weights=None, auto_class=None, **options):
     """A float32 model and its tokenizer, from a folder or the Hugging Face hub; code that comes with it is never run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = (auto_class or AutoModelForCausalLM).from_pretrained(name, dtype=torch.float32, **options)
+        model = (auto_class or AutoModelForCausalLM).from_pretrained(weights or name, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises many kinds, most of them many lines long
-        raise ValueError(f"model: cannot load {name} ({str(error).strip().splitlines()[0]}); allowed is tiny, or the folder or hub "
-                         "name of a model with its tokenizer") from error
+        raise ValueError(f"model: cannot load {name} ({first_line(error)}); allowed is tiny, or the folder or hub name of a model "
+                         "with its tokenizer") from error
     if tokenizer.eos_token_id is None and auto_class is None:
         raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one with which an answer can end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model.to(default_device()), tokenizer
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def default_device():
@@ -1424,8 +1427,8 @@ def check_context(model, tokenizer, dataset, config):
     for start in range(0, len(dataset), 1000):
         lengths = encode_prompts(tokenizer, [row["prompt"] for row in dataset[start : start + 1000]], "cpu")[1].sum(1)
         if lengths.max() + config.max_completion_length > context:
-            raise ValueError(f"prompt {start + int(lengths.argmax()) + 1}: got {lengths.max()} tokens; allowed is the model's context of "
-                             f"{context} less max_completion_length = {config.max_completion_length}")
+            raise ValueError(f"prompt {start + int(lengths.argmax()) + 1}: got {lengths.max()} tokens; allowed is the model's "
+                             f"context of {context} less max_completion_length = {config.max_completion_length}")
 
 
 def save_checkpoint(folder, policy, tokenizer, state, config, settings):
@@ -1437,7 +1440,8 @@ def save_checkpoint(folder, policy, tokenizer, state, config, settings):
         part.save_pretrained(new)
     if state.reference is not None:
         state.reference.save_pretrained(os.path.join(new, "reference"))
-    torch.save({"optimizer": state.optimizer.state_dict(), "scheduler": state.scheduler.state_dict()}, os.path.join(new, "optimizer.pt"))
+    parts = {"optimizer": state.optimizer.state_dict(), "scheduler": state.scheduler.state_dict()}
+    torch.save(parts, os.path.join(new, "optimizer.pt"))
     run = {"step": state.step, "num_tokens": state.num_tokens, "config": asdict(config), **settings}
     with open(os.path.join(new, "run.json"), "w") as file:
         json.dump(run, file, indent=1)
@@ -1448,32 +1452,46 @@ def save_checkpoint(folder, policy, tokenizer, state, config, settings):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def load_run(given):
+    """What the flags, or the checkpoint that they name, say: settings, config, policy, tokenizer, and a state on resume."""
+    if "resume_from_checkpoint" in given:
+        return load_checkpoint(given["resume_from_checkpoint"].rstrip("/"), given)
+    settings = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "before": None}
+    settings |= {name: value for name, value in given.items() if name in settings}
+    options = (TINY if settings["model"] == "tiny" else {}) | PRESETS.get(given.get("preset"), {})
+    config = GRPOConfig(**options | {f.name: given[f.name] for f in fields(GRPOConfig) if f.name in given})
+    if settings["model"] == "tiny":
+        tokenizer = tiny_tokenizer()
+        return settings, config, tiny_model(tokenizer, config.seed).to(default_device()), tokenizer, None
+    if not settings["model"] or not settings["dataset"]:
+        raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
+    return settings, config, *load_model(settings["model"]), None
+
+
 def load_checkpoint(folder, given):
-    """A saved run: its settings, config, policy, tokenizer and state. Flags that contradict it are an error."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    folder = folder if os.path.isdir(folder) or not os.path.isdir(folder.rstrip("/") + ".old") else folder.rstrip("/") + ".old"
+    """The same from a saved run. A flag that contradicts it is an error."""
+    folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder   # killed in between
     try:
         with open(os.path.join(folder, "run.json")) as file:
             run = json.load(file)
-        saved = run["config"] | {name: run[name] for name in ("model", "dataset", "reward_funcs", "before")}
-        wrong = [f"{name} = {value} (was {saved[name]})" for name, value in given.items()
-                 if name in saved and name not in RUN_ONLY and saved[name] != value]
+        settings = {name: run[name] for name in ("model", "dataset", "reward_funcs", "before")}
+        wrong = [f"{name} = {value} (was {run['config'].get(name, run.get(name))})" for name, value in given.items()
+                 if name not in RUN_ONLY and value != run["config"].get(name, run.get(name, value))]
         config = GRPOConfig(**run["config"] | {name: given[name] for name in RUN_ONLY if name in given})
-        policy, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-        state = initial_state(policy.to(default_device()), config)
+        policy, tokenizer = load_model(folder)
+        state = initial_state(policy, config)
         state.step, state.num_tokens = run["step"], run["num_tokens"]
-        if os.path.isdir(os.path.join(folder, "reference")):
-            state.reference = AutoModelForCausalLM.from_pretrained(os.path.join(folder, "reference"), dtype=torch.float32)
-            state.reference.to(default_device()).eval().requires_grad_(False)
+        if config.beta > 0:
+            state.reference = load_model(folder, os.path.join(folder, "reference"))[0].eval().requires_grad_(False)
         parts = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
         state.optimizer.load_state_dict(parts["optimizer"])
         state.scheduler.load_state_dict(parts["scheduler"])
-    except Exception as error:  # a missing, cut off or altered file, by whichever reader finds it
-        raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({str(error).strip().splitlines()[0]}); allowed is the checkpoint "
-                         "folder of an earlier run, unchanged") from error
+    except Exception as error:  # a file that is missing, cut off or altered, as whichever reader finds it
+        raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({first_line(error)}); allowed is the checkpoint folder of "
+                         "an earlier run, unchanged") from error
     if wrong:
         raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
-    return saved, config, policy, tokenizer, state
+    return settings, config, policy, tokenizer, state
 
 
 def plot_curve(lines, path):
@@ -1505,19 +1523,23 @@ def explain(policy, tokenizer, dataset, reward_funcs, config):
     mask, old_logps, rows = rollout.completion_mask, rollout.old_logps, torch.arange(config.num_generations)
     with torch.no_grad():
         logps = score(policy, rollout, rows, config)
-    ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level).expand_as(logps)
+    ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level)
+    ratio = ratio.expand_as(logps)
     text = [f"{len(rows)} completions to {rollout.prompts[0]!r}, as the second update on them sees them (loss: the policy term)"]
     for i in rows.tolist():
-        text.append(f"\ncompletion {i + 1}: {rollout.completions[i]!r}\n{'token':>12} mask     logp old logp   ratio clipped advantage     loss")
+        text.append(f"\ncompletion {i + 1}: {rollout.completions[i]!r}\n"
+                    f"{'token':>12} mask     logp old logp   ratio clipped advantage     loss")
         for t, token in enumerate(rollout.completion_ids[i].tolist()):
             only_t = advantages[i : i + 1] * (torch.arange(len(advantages[i])) == t)    # the loss is linear in A
-            loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1], num_items_in_batch=1,
-                                      **loss_options(config) | {"loss_type": "dapo"})
-            text.append(f"{tokenizer.decode([token])!r:>12} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} {ratio[i, t]:7.4f} "
-                        f"{'yes' if metrics['clip_ratio/region_mean'] else 'no':>7} {advantages[i, t]:9.4f} {loss.item():8.4f}")
+            loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1],
+                                      num_items_in_batch=1, **loss_options(config) | {"loss_type": "dapo"})
+            clipped = "yes" if metrics["clip_ratio/region_mean"] else "no"
+            text.append(f"{tokenizer.decode([token])!r:>12} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} "
+                        f"{ratio[i, t]:7.4f} {clipped:>7} {advantages[i, t]:9.4f} {loss.item():8.4f}")
     rewards = combine_rewards(rewards_per_func, config.reward_weights)
     mean, std = group_stats(rewards, len(rewards))
-    return "\n".join([*text, f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}"])
+    text.append(f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}")
+    return "\n".join(text)
 
 
 def build_parser():
@@ -1528,9 +1550,9 @@ def build_parser():
     parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
     parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
-    parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns, such as solution")
-    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, or a "
-                        "sequence-classification model (default: accuracy think_format)")
+    parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
+    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, "
+                        "or a sequence-classification model (default: accuracy think_format)")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
     parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
@@ -1540,8 +1562,8 @@ def build_parser():
             kind |= {"type": lambda text: {"true": True, "false": False}.get(text.lower(), text), "nargs": "?", "const": True}
         if f.type is list:
             kind |= {"type": float, "nargs": "+"}
-        tiny = f"; tiny: {TINY[f.name]}" if f.name in TINY else ""
-        parser.add_argument(f"--{f.name}", **kind, metavar=f.type.__name__.upper(), help=f"{f.metadata['help']} (default: {f.default}{tiny})")
+        defaults = f"default: {f.default}" + (f"; tiny: {TINY[f.name]}" if f.name in TINY else "")
+        parser.add_argument(f"--{f.name}", **kind, metavar=f.type.__name__.upper(), help=f"{f.metadata['help']} ({defaults})")
     return parser
 
 
@@ -1566,95 +1588,74 @@ def run(given):
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    (rank, world), state = rank_and_world(), None
-    if "resume_from_checkpoint" in given:
-        settings, config, policy, tokenizer, state = load_checkpoint(given["resume_from_checkpoint"], given)
-    else:
-        settings = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "before": None}
-        settings |= {name: value for name, value in given.items() if name in settings}
-        options = (TINY if settings["model"] == "tiny" else {}) | PRESETS.get(given.get("preset"), {})
-        config = GRPOConfig(**options | {f.name: given[f.name] for f in fields(GRPOConfig) if f.name in given})
+    rank, world = rank_and_world()
+    say = print if rank == 0 else lambda text: None
+    settings, config, policy, tokenizer, state = load_run(given)
     tiny = settings["model"] == "tiny"
-    if not settings["model"] or not (tiny or settings["dataset"]):
-        raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
     if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
         raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
     if config.generation_batch_size // config.num_generations % world:
-        raise ValueError(f"generation_batch_size: got {config.generation_batch_size // config.num_generations} prompts a step; allowed "
-                         f"is a multiple of the {world} processes")
-
+        raise ValueError(f"generation_batch_size: got {config.generation_batch_size // config.num_generations} prompts a step; "
+                         f"allowed is a multiple of the {world} processes")
     dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
-    if state is None and tiny:
-        tokenizer = tiny_tokenizer()
-        policy = tiny_model(tokenizer, config.seed).to(default_device())
-    elif state is None:
-        policy, tokenizer = load_model(settings["model"])
     check_context(policy, tokenizer, dataset, config)
-    columns = dataset[0].keys() - {"prompt"}
-    reward_funcs = [load_reward_func(name, columns, config) for name in settings["reward_funcs"]]
+    reward_funcs = [load_reward_func(name, config) for name in settings["reward_funcs"]]
     if config.reward_weights and len(config.reward_weights) != len(reward_funcs):
-        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is one for each")
-    if state is None and tiny:
+        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is "
+                         "one for each")
+    if tiny and state is None:
         cold_start(policy, tokenizer, dataset, config.seed)
-    for p in policy.parameters():
-        if world > 1:
-            torch.distributed.broadcast(p.data, 0)
+    for p in policy.parameters() if world > 1 else ():
+        torch.distributed.broadcast(p.data, 0)
     if "explain" in given:
-        print(explain(policy, tokenizer, dataset, reward_funcs, config))
+        say(explain(policy, tokenizer, dataset, reward_funcs, config))
         return 0
-    if state is None and tiny:
-        settings["before"] = solve(policy, tokenizer, held_out, config)
+    if tiny and state is None:
+        settings["before"] = solve(policy, tokenizer, held_out, config, "before GRPO:")
 
-    path, lines, log, signals = os.path.join(config.output_dir, "metrics.jsonl"), [], None, []
+    path, lines, fresh, signals = os.path.join(config.output_dir, "metrics.jsonl"), [], True, []
     if state is not None and os.path.exists(path):
-        with open(path) as file:
-            lines = [line for line in map(json.loads, file) if line["step"] <= state.step]
-    if rank == 0:
-        print("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the gradient "
-              "is not 0. Watch the reward.")
+        with open(path) as file:          # what came after the checkpoint is done, and logged, again
+            lines = [line for line in file if json.loads(line)["step"] <= state.step]
+    say("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the "
+        "gradient is not 0. Watch the reward.")
     bar = tqdm(total=config.max_steps, initial=state.step if state else 0, desc="GRPO", dynamic_ncols=True, disable=rank > 0)
     started = time.perf_counter()
 
     def report(state, metrics):
-        nonlocal log, started
-        stop = all_reduce(torch.tensor(len(signals), device=policy.device)).item() > 0   # all processes end at the same step
+        nonlocal fresh, started
+        stop = all_reduce(torch.tensor(len(signals), device=policy.device)).item() > 0    # all processes end at one step
         if rank == 0 and state.step % config.logging_steps == 0:
-            lines.append({name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - started})
-            if log is None:               # the files of an earlier run stay until this one has a step to show
-                os.makedirs(config.output_dir, exist_ok=True)
-                log = open(path, "w")
-                log.writelines(json.dumps(line) + "\n" for line in lines[:-1])
-            log.write(json.dumps(lines[-1]) + "\n")
-            log.flush()
-        shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy",
-                 "clip": "clip_ratio/region_mean"}
-        bar.set_postfix({name: f"{metrics[key]:.3f}" for name, key in shown.items() if key in metrics}, refresh=False)
+            metrics = {name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - started}
+            lines.append(json.dumps(metrics) + "\n")
+            os.makedirs(config.output_dir, exist_ok=True)
+            with open(path, "w" if fresh else "a") as file:               # an earlier run's file stays until there is news
+                file.writelines(lines if fresh else lines[-1:])
+            fresh = False
+        shown = dict(reward="reward", accuracy="rewards/accuracy_reward/mean", kl="kl", entropy="entropy", clip="clip_ratio/region_mean")
+        bar.set_postfix({name: metrics[key] for name, key in shown.items() if key in metrics}, refresh=False)
         bar.update()
         if rank == 0 and (stop or state.step % config.save_steps == 0 or state.step == config.max_steps):
             save_checkpoint(config.output_dir, policy, tokenizer, state, config, settings)
         started = time.perf_counter()
         return stop
 
-    handlers = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         state = train(policy, tokenizer, dataset, reward_funcs, config, state=state, report=report)
     finally:
         bar.close()
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
-        if log is not None:
-            log.close()
     if rank == 0 and lines:
-        plot_curve(lines, os.path.join(config.output_dir, "curve.png"))
-        print(f"wrote metrics.jsonl, curve.png and checkpoint to {config.output_dir}")
+        plot_curve(list(map(json.loads, lines)), os.path.join(config.output_dir, "curve.png"))
+    say(f"metrics.jsonl, curve.png and checkpoint are in {config.output_dir}")
     if signals:
-        if rank == 0:
-            print(f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint")
+        say(f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint")
         return 128 + signals[0]
     if tiny:
-        after = solve(policy, tokenizer, held_out, config)
-        if rank == 0:
-            print(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+        after = solve(policy, tokenizer, held_out, config, "after GRPO:")
+        say(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
     return 0
 
 

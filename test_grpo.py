@@ -1363,7 +1363,8 @@ def data(tmp_path):
         "def length(prompts, completions, completion_ids, solution, **kwargs):\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(solution)\n"
         "    return [None if i % 3 == 0 else -float(len(ids)) for i, ids in enumerate(completion_ids)]\n"
-        "def broken(completions, **kwargs):\n    return [1.0]\n")
+        "def broken(completions, **kwargs):\n    return [1.0]\n"
+        "def raises(completions, **kwargs):\n    raise KeyError('oh')\n")
     return tmp_path
 
 
@@ -1472,14 +1473,15 @@ def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
     cases = [
         ([], "--model tiny"), (model, "--dataset FILE.jsonl"), ([*model, "--dataset", f"{data}/absent.jsonl"], "absent.jsonl"),
         *(([*model, "--dataset", f"{data}/{name}.jsonl", *extra], said) for name, extra, said in [
-            ("empty", [], "empty"), ("blank", [], "empty"), ("json", [], "json.jsonl, line 2"), ("utf8", [], "utf8.jsonl, line 2"),
-            ("list", [], "line 1"), ("noprompt", [], "line 1: got prompt None"), ("emptyprompt", [], "line 1"), ("messages", [], "line 1"),
-            ("columns", [], "line 2: got columns"), ("mixed", [], "line 2"), ("nosolution", ["--reward_funcs", "accuracy"], "needs the column solution"),
+            ("empty", [], "empty"), ("blank", [], "blank.jsonl, line 1"), ("json", [], "json.jsonl, line 2"), ("utf8", [], "utf8.jsonl, line 2"),
+            ("list", [], "line 1"), ("noprompt", [], "line 1: got b'{"), ("emptyprompt", [], "line 1"), ("messages", [], "line 1"),
+            ("columns", [], "line 2: got columns"), ("mixed", [], "line 2"), ("nosolution", ["--reward_funcs", "accuracy"], "missing 1 required positional argument: 'solution'"),
             ("long", [], "prompt 1: got 60 tokens; allowed is the model's context of 64 less")]),
         ([*model, *file, "--reward_funcs", "nonsense"], "reward_funcs: got nonsense; allowed is accuracy, think_format"),
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:absent"], "my_rewards.py:absent"),
         ([*model, *file, "--reward_funcs", f"{data}/absent.py:f"], "absent.py"),
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:broken"], "reward function broken: got [1.0]"),
+        ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:raises"], "reward function raises: KeyError: 'oh'"),
         ([*model, *file, "--reward_weights", "1"], "reward_weights: got 1 for 2 reward functions"),
         (["--model", f"{data}/nowhere", *file], "model: cannot load"), ([*model, *file, "--preset", "ppo"], "--preset"),
         ([*model, *file, "--loss_type", "ppo"], "--loss_type"), ([*model, *file, "--no_such_flag", "1"], "--no_such_flag"),
@@ -1540,3 +1542,13 @@ def test_import_pulls_in_nothing_heavy():
     code = "import sys, grpo; print(*sorted({'transformers', 'matplotlib', 'math_verify'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(grpo.module.__file__))
     assert done.returncode == 0 and done.stdout.strip() == ""
+
+
+@own_only
+def test_the_readme_names_what_exists():
+    text, tests = README.read_text(), Path(__file__).read_text()
+    rows = re.findall(r"^\| .* \| `(\w+)` \| `(test_\w+)` \|$", text, re.M)
+    assert len(rows) >= 16
+    for function, test in rows:
+        assert callable(getattr(grpo, function)) and f"def {test}(" in tests
+    assert len(text.splitlines()) <= 120 and "python -m pytest -q test_grpo.py" in text
