@@ -108,7 +108,7 @@ def accuracy_reward(completions, solution, **kwargs):
     from fractions import Fraction
 
     def number(text):  # "1,000" -> 1000, "1/2" -> ½, prose -> None
-        plain = re.fullmatch(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/\d+)?\s*", text)
+        plain = re.fullmatch(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/(\d{1,3}(,\d{3})+|\d+))?\s*", text)
         try:
             return Fraction(text.replace(",", "")) if plain else None
         except (ValueError, ZeroDivisionError):  # no digit at all, more of them than Python converts, or x/0
@@ -120,7 +120,7 @@ def accuracy_reward(completions, solution, **kwargs):
             return float(a == b)
         import math_verify
         limit = 3 if threading.current_thread() is threading.main_thread() else None  # its clock needs the main thread
-        bare_latex = "\\" in target and "$" not in target and "\\boxed" not in target
+        bare_latex = "\\" in target and not any(mark in target for mark in ("$", "\\boxed", "\\[", "\\("))
         gold = math_verify.parse(f"${target}$" if bare_latex else target, parsing_timeout=limit)
         found = math_verify.parse(answer[-1000:], parsing_timeout=limit)  # answers come last; keeps hostile text cheap
         return float(math_verify.verify(gold, found, timeout_seconds=limit)) if gold else None
@@ -184,11 +184,12 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     Raises:
         ValueError: on another shape, or a weight that is not finite.
     """
+    _check(rewards_per_func=(rewards_per_func, "B F"))
     if reward_weights is not None:
-        reward_weights = torch.as_tensor(reward_weights).to(rewards_per_func)
+        reward_weights = torch.as_tensor(reward_weights, dtype=rewards_per_func.dtype, device=rewards_per_func.device)
+        _check(rewards_per_func=(rewards_per_func, "B F"), reward_weights=(reward_weights, "F"))
         if not reward_weights.isfinite().all():
             raise ValueError(f"reward_weights: got {reward_weights.tolist()}; allowed is finite numbers")
-    _check(rewards_per_func=(rewards_per_func, "B F"), reward_weights=(reward_weights, "F?"))
     weighted = rewards_per_func if reward_weights is None else rewards_per_func * reward_weights         # (B, F)
     abstained = rewards_per_func.isnan().all(1)                                                          # (B,)
     return torch.where(abstained, torch.nan, weighted.nansum(1))
@@ -343,15 +344,14 @@ def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
            gamma=(gamma, "0 to 1"), lam=(lam, "0 to 1"))
     mask = completion_mask != 0
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
-    next_advantage = next_value = torch.zeros_like(values[:, 0])                                         # (B,)
-    advantages = []
+    next_advantage = next_value = values.new_zeros(len(values))                                          # (B,)
+    advantages = torch.zeros_like(values)                                                                # (B, T)
     for t in reversed(range(values.size(1))):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
-        advantages.insert(0, torch.where(mask[:, t], advantage, 0))
-    advantages = torch.stack(advantages, 1)                                                              # (B, T)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0)
     return advantages, advantages + values
 
 
@@ -1132,7 +1132,10 @@ def compute_advantages(rewards_per_func, rollout, config):
         rollout.completion_mask = rollout.completion_mask * rollout.terminated.unsqueeze(1)
     advantages = broadcast_advantages(own_share(advantages), rollout.completion_mask)                    # (B, T)
     if config.top_entropy_quantile < 1:   # each policy term is linear in A: A = 0 takes a token out
-        advantages = advantages * top_entropy_mask(rollout.entropies, rollout.completion_mask, config.top_entropy_quantile)
+        room = (0, config.max_completion_length - advantages.size(1))     # the fraction is of the whole batch's tokens
+        entropies, mask = (gather(torch.nn.functional.pad(x, room)) for x in (rollout.entropies, rollout.completion_mask))
+        kept = own_share(top_entropy_mask(entropies, mask, config.top_entropy_quantile))
+        advantages = advantages * kept[:, : advantages.size(1)]
     return advantages
 
 

@@ -10,6 +10,8 @@ To run the same properties against your own file, with the functions that it has
     GRPO_MODULE=my_grpo.py python -m pytest test_grpo.py
 """
 
+import concurrent.futures
+import copy
 import dataclasses
 import importlib.util
 import inspect
@@ -128,12 +130,12 @@ def assert_clean_gradient(x, mask):
 
 
 @pytest.mark.parametrize("answer, solution, reward", [
-    ("42", "42", 1.0), ("1,000", "1000", 1.0), ("1000.0", "1,000", 1.0), ("-7", "-7", 1.0), ("-7", "7", 0.0), ("1/2", "0.5", 1.0), (" 42\n", "42", 1.0),
+    ("42", "42", 1.0), ("1,000", "1000", 1.0), ("1000.0", "1,000", 1.0), ("-7", "-7", 1.0), ("-7", "7", 0.0), ("1/2", "0.5", 1.0), ("2,000/4,000", "0.5", 1.0), (" 42\n", "42", 1.0),
     ("0.3333", "1/3", 0.0), ("0.1", "0.10000000000000000001", 0.0), ("+3", "3", 1.0), (".5", "1/2", 1.0), ("43", "42", 0.0), ("", "42", 0.0), ("1/0", "1", 0.0),
     ("12,34", "1234", 0.0), ("The answer is 42.", "42", 1.0), (r"\boxed{42}", "42", 1.0), (r"\boxed{1,000}", "1000", 1.0), (r"$\frac{1}{2}$", "0.5", 1.0),
     (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0), (r"$x+1$", "$1+x$", 1.0), (r"$2\sqrt{3}$", r"2\sqrt{3}", 1.0), (r"$\sqrt{3}$", r"2\sqrt{3}", 0.0),
     ("<think>41</think>42", "42", 1.0), ("<think>42</think>41", "42", 0.0), ("a</think>1</think>2", "2", 1.0), ("42", "no number at all", None), ("42", "", None),
-    ("9" * 5000, "42", 0.0), ("5", 5, 1.0)])
+    ("9" * 5000, "42", 0.0), ("5", 5, 1.0), ("1,000/2", "500", 1.0), (r"$\frac12$", r"\[\frac12\]", 1.0), (r"$\frac12$", r"\(\frac12\)", 1.0)])
 def test_accuracy(answer, solution, reward):
     assert grpo.accuracy_reward([answer], [solution]) == [reward]
     assert grpo.accuracy_reward(completions=[[{"role": "assistant", "content": answer}]], solution=[solution], prompts=["?"]) == [reward]
@@ -143,8 +145,24 @@ def test_accuracy_rows_and_hostile_text():
     assert grpo.accuracy_reward(["1", "2", "3"], ["1", "3", "x y"]) == [1.0, 0.0, None]
     hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 15_000, "</think>" * 12_000, "1,234" * 20_000, "<think>" * 14_000]
     assert grpo.accuracy_reward(hostile, ["7"] * len(hostile)) == [0.0] * len(hostile)
-    with pytest.raises(ValueError, match="solution: got 1 for 2 completions; allowed is"):
+    with pytest.raises(ValueError, match="^solution: got 1 for 2 completions; allowed is"):
         grpo.accuracy_reward(["1", "2"], ["1"])
+
+
+def test_rewards_read_the_last_message():
+    chat = [[{"role": "assistant", "content": "<think>a</think>41"}, {"role": "user", "content": "?"}, {"role": "assistant", "content": "42"}]]
+    assert grpo.accuracy_reward(chat, ["42"]) == [1.0] and grpo.think_format_reward(chat) == [0.0]
+
+
+def test_accuracy_has_a_time_limit_and_works_in_a_thread(monkeypatch):
+    import math_verify
+    latex, limits = ([r"$\frac{2}{4}$"], [r"\frac12"]), []
+    with concurrent.futures.ThreadPoolExecutor() as pool:                                     # math-verify's clock works in the main thread alone
+        assert pool.submit(grpo.accuracy_reward, *latex).result() == [1.0]
+    parse, verify = math_verify.parse, math_verify.verify
+    monkeypatch.setattr(math_verify, "parse", lambda *a, parsing_timeout=None, **k: limits.append(parsing_timeout) or parse(*a, parsing_timeout=parsing_timeout, **k))
+    monkeypatch.setattr(math_verify, "verify", lambda *a, timeout_seconds=None, **k: limits.append(timeout_seconds) or verify(*a, timeout_seconds=timeout_seconds, **k))
+    assert grpo.accuracy_reward(*latex) == [1.0] and len(limits) == 3 and all(limits)
 
 
 @pytest.mark.parametrize("text, reward", [
@@ -229,6 +247,7 @@ def grouped(draw, elements=rewards_or_nan):
 @given(grouped(), st.sampled_from([0, 1]))
 @example(([8.5, 6.2, 4.1], 3), 0)
 @example(([1.0, 0.0, 0.5], 3), 1)
+@example(([nan, nan], 2), 1)
 def test_group_stats(case, correction):
     rewards, G = case
     mean, std = grpo.group_stats(f64(rewards), G, correction=correction)
@@ -256,6 +275,13 @@ def test_group_advantages(case, scale, correction, eps):
     ([1.0, 0.0, 0.5], dict(scale_rewards="none"), [0.5, -0.5, 0.0])])                         # r - mean: Dr. GRPO's
 def test_worked_advantages(rewards, options, expected):
     close(grpo.group_advantages(f64(rewards), 3, **options), expected, 5e-5)
+
+
+def test_groups_of_one():
+    mean, std = grpo.group_stats(f64([0.25, 3.0]), 1, correction=0)
+    close(mean, [0.25, 3.0])
+    close(std, [0.0, 0.0])
+    close(grpo.group_advantages(f64([0.25, 3.0]), 1, correction=0), [0.0, 0.0])
 
 
 def test_worked_statistics():
@@ -370,6 +396,18 @@ def test_gae_at_its_ends():
     close(grpo.gae_advantages(r, v, mask)[0], grpo.gae_advantages(r, v, mask, gamma=1.0, lam=0.95)[0])
 
 
+def test_gae_of_no_tokens():
+    empty = torch.zeros(2, 0)
+    assert [x.shape for x in grpo.gae_advantages(empty, empty, empty)] == [(2, 0), (2, 0)]
+
+
+def test_gae_steps_over_a_hole_in_the_mask():
+    r, v, mask = f64([[1.0, nan, 3.0]]), f64([[0.5, inf, 0.125]]), torch.tensor([[1, 0, 1]])
+    for got, want in zip(grpo.gae_advantages(r, v, mask, gamma=0.9), grpo.gae_advantages(r[:, ::2], v[:, ::2], mask[:, ::2], gamma=0.9)):
+        close(got[:, ::2], want)
+        assert got[0, 1] == 0.0
+
+
 @given(batches())
 def test_broadcast(batch):
     close(grpo.broadcast_advantages(batch["A"], batch.mask), batch.spread([[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]))
@@ -383,7 +421,8 @@ def test_broadcast(batch):
 def test_completion_mask(ids, eos):
     want = [[int(not any(token in eos for token in row[:t])) for t in range(4)] for row in ids]
     for kind in (list, tuple, lambda e: torch.tensor(list(e))) + ((lambda e: next(iter(e)),) if len(eos) == 1 else ()):
-        assert grpo.completion_mask(torch.tensor(ids), kind(eos)).tolist() == want
+        got = grpo.completion_mask(torch.tensor(ids), kind(eos))
+        assert got.tolist() == want and got.dtype == torch.int64
 
 
 logits_lists = st.integers(1, 4).flatmap(lambda V: st.lists(st.lists(st.lists(st.floats(-30, 30), min_size=V, max_size=V), min_size=2, max_size=2), min_size=1, max_size=3))
@@ -449,7 +488,9 @@ def scoring_batch():
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "granite (scaled logits)", "cohere (scaled logits)", "gemma3 (soft cap)", "opt (nested body)"])
 def test_per_token_logps_are_those_of_each_row_alone(kind):
-    model, tolerance = causal_lm(kind), 1e-5 if kind[:6] in ("cohere", "gemma3") else 1e-9    # those two do their norms in float32
+    model = causal_lm(kind)
+    for name, p in model.named_parameters():                                                    # cohere and gemma3 sum these gradients in float32
+        p.requires_grad_("norm" not in name or kind[:6] not in ("cohere", "gemma3"))
     prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
     weight = torch.arange(24.0, dtype=torch.float64).view(4, 6)
     want, want_H = (torch.zeros(4, 6, dtype=torch.float64) for _ in range(2))
@@ -459,17 +500,71 @@ def test_per_token_logps_are_those_of_each_row_alone(kind):
         want[i, : len(answer)] = logps.gather(1, answer[:, None])[:, 0]
         want_H[i, : len(answer)] = -(logps.exp() * logps).sum(1).detach()
     (want * weight).sum().backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     for chunk_size in (None, 1, 3, 100):
         model.zero_grad()
         logps, entropies = grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask, temperature=0.7, compute_entropy=True, chunk_size=chunk_size)
-        close(logps, want.detach(), tolerance)
-        close(entropies, want_H.detach(), tolerance)
+        close(logps, want.detach(), 1e-10)
+        close(entropies, want_H.detach(), 1e-10)
         assert not entropies.requires_grad
         (logps * weight).sum().backward()
-        for p, gradient in zip(model.parameters(), gradients):
-            torch.testing.assert_close(p.grad, gradient, atol=tolerance, rtol=tolerance)
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                close(p.grad, gradients[name], 1e-9)
     assert grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[1] is None
+
+
+def test_ids_may_be_int32_and_a_batch_may_be_empty():
+    prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
+    short, model = (x.clamp(0, 22).int() for x in (prompt_ids, answer_ids)), causal_lm("llama")
+    prompt_int, answer_int = short
+    close(grpo.per_token_logps(model, prompt_int, prompt_mask, answer_int, answer_mask)[0].detach(), grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].detach())
+    logits, index = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 1, 2], [3, 4, 0]])
+    assert torch.equal(grpo.selective_log_softmax(logits, index.int()), grpo.selective_log_softmax(logits, index))
+    assert grpo.selective_log_softmax(logits[:0], index[:0]).shape == (0, 3)
+    steps, ends = f64([[1.0], [0.0]]), torch.tensor([[1], [0]])
+    assert torch.equal(grpo.process_advantages(steps, ends.int(), torch.ones(2, 2), 2), grpo.process_advantages(steps, ends, torch.ones(2, 2), 2))
+    for loss_type in LOSS_TYPES:
+        assert grpo.aggregate(torch.zeros(0, 3), torch.zeros(0, 3), loss_type=loss_type, max_completion_length=3).item() == 0.0
+
+
+@pytest.mark.parametrize("vocab_size, rows", [(23, [10]), (2**23, [4, 4, 2]), (2**26, [1] * 10)])
+def test_without_chunk_size_a_chunk_is_at_most_2_to_the_25_logits(vocab_size, rows):
+    model, seen, body = causal_lm("llama"), [], []
+    told = copy.copy(model.config)
+    told.vocab_size = vocab_size
+    model.config.get_text_config = lambda *args, **kwargs: told                               # what sizes the chunks; the head keeps its 23 words
+    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.numel() // 23))
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: body.append(kwargs), with_kwargs=True)
+    logps, _ = grpo.per_token_logps(model, *scoring_batch())
+    assert seen == rows and body[0]["use_cache"] is False
+    logps.sum().backward()
+    assert len(seen) == (1 if len(rows) == 1 else 2 * len(rows))                              # one chunk is not made twice
+
+
+def test_temperature_divides_the_logits_and_one_is_the_default():
+    model, batch = causal_lm("llama"), scoring_batch()
+    assert torch.equal(grpo.per_token_logps(model, *batch)[0], grpo.per_token_logps(model, *batch, temperature=1.0)[0])
+    hot = grpo.per_token_logps(model, *batch, temperature=2.0)[0].detach()
+    with torch.no_grad():
+        model.lm_head.weight /= 2.0
+    close(hot, grpo.per_token_logps(model, *batch)[0].detach(), 1e-10)
+
+
+def test_a_model_without_position_ids():
+    torch.manual_seed(0)
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=23, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1, pad_token_id=0)).double().eval()
+    prompts, answers = torch.randint(23, (2, 3)), torch.randint(23, (2, 4))
+    want = model(torch.cat([prompts, answers], 1)).logits[:, 2:-1].log_softmax(-1).gather(2, answers[..., None])[..., 0]
+    close(grpo.per_token_logps(model, prompts, torch.ones(2, 3), answers, torch.ones(2, 4), chunk_size=3)[0].detach(), want.detach(), 1e-10)
+
+
+@own_only
+def test_a_model_that_goes_round_its_decoder_is_refused():
+    model, forward = causal_lm("llama"), causal_lm("llama").forward
+    model.forward = lambda input_ids, position_ids=None, **kwargs: forward(input_ids=input_ids)
+    with pytest.raises(ValueError, match="^model: got LlamaForCausalLM.*allowed is|^model: LlamaForCausalLM does not call its get_decoder.*allowed is"):
+        grpo.per_token_logps(model, *scoring_batch())
 
 
 def test_per_token_logps_holds_one_chunk_of_logits():
@@ -490,9 +585,9 @@ def test_per_token_logps_in_half_precision_and_without_tokens():
     prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
     assert grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].dtype == torch.float32
     assert not grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask * 0)[0].any()
-    with pytest.raises(ValueError, match="prompt_mask: got .*; allowed is left-padded"):
+    with pytest.raises(ValueError, match="^prompt_mask: got .*; allowed is left-padded"):
         grpo.per_token_logps(model, prompt_ids.flip(1), prompt_mask.flip(1), answer_ids, answer_mask)
-    with pytest.raises(ValueError, match="prompt_mask: got .*; allowed is left-padded"):
+    with pytest.raises(ValueError, match="^prompt_mask: got .*; allowed is left-padded"):
         grpo.per_token_logps(model, prompt_ids[:, :0], prompt_mask[:, :0], answer_ids, answer_mask)
 
 
@@ -707,6 +802,11 @@ def test_kl_penalized_rewards(batch, beta):
     assert_clean_gradient(logps, batch.mask)
 
 
+def test_kl_penalized_rewards_step_over_a_hole_in_the_mask():
+    x, ref, mask = f64([[-1.0, nan, -2.0]]), f64([[-1.5, inf, -1.0]]), torch.tensor([[1, 0, 1]])
+    close(grpo.kl_penalized_rewards(f64([3.0]), x, ref, mask, beta=0.1), [[-0.05, 0.0, 3.1]])
+
+
 # §6 Masks ------------------------------------------------------------------------------------------------------------
 
 
@@ -882,6 +982,23 @@ def test_gradient_of_the_loss_by_finite_differences():
         assert torch.autograd.gradcheck(f, logps.clone().requires_grad_())
 
 
+@pytest.mark.parametrize("A, r, delta, want", [(-1.0, 9.0, None, 9.0), (-1.0, 9.0, 3.0, 3.0), (-1.0, 0.5, 3.0, 0.8), (1.0, 9.0, 3.0, -1.2), (1.0, 0.5, 3.0, -0.5)])
+def test_the_loss_passes_its_bounds_on(A, r, delta, want):
+    x = f64([[math.log(r)]])
+    close(grpo.grpo_loss(x, f64([A]), torch.ones(1, 1), old_logps=torch.zeros_like(x), delta=delta)[0], want)
+    close(grpo.clipped_surrogate_loss(x.exp(), f64([A]), delta=delta), [[want]])
+
+
+def test_metrics_at_the_edge_of_the_clip_and_of_one_token():
+    x, mask, A = f64([[-1.0, nan, nan], [nan, nan, nan]]), torch.tensor([[1, 0, 0], [0, 0, 0]]), f64([1.0, -1.0])
+    for policy_loss, low, high in (("clip", 0.0, 0.0), ("cispo", 0.0, 1.0)):                  # ρ = 1 stands on the bound: not clipped
+        for sign in (1, -1):
+            metrics = grpo.grpo_loss(x, sign * A, mask, policy_loss=policy_loss, epsilon_low=low, epsilon_high=high, entropies=-x)[1]
+            assert metrics == {"entropy": 1.0, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "clip_ratio/region_mean": 0.0}
+    assert grpo.grpo_loss(x, A, mask, use_bias_correction_kl=True)[0].item() == -1.0          # there is no KL to correct
+    close(grpo.aggregate(f64([[3.0]]), torch.ones(1, 1), loss_type="dapo", num_items_in_batch=1), 3.0)
+
+
 def test_sequence_level_metrics_are_means_over_rows():
     old, mask = torch.full((4, 3), -2.0, dtype=torch.float64), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
     logps = old + f64([[0.5], [-0.5], [0.0], [-0.5]])
@@ -936,6 +1053,23 @@ def test_dtypes_are_kept(dtype):
 
 # Wrong input ---------------------------------------------------------------------------------------------------------
 
+DEFAULTS = {  # part of the contract: what a call without options computes
+    "group_stats": dict(correction=1), "group_advantages": dict(scale_rewards="group", correction=1, eps=1e-4), "process_advantages": dict(correction=1, eps=1e-4),
+    "gae_advantages": dict(gamma=1.0, lam=0.95), "per_token_logps": dict(temperature=1.0, compute_entropy=False), "importance_ratio": dict(importance_sampling_level="token"),
+    "clip_ratio": dict(epsilon_low=0.2, epsilon_high=0.2), "clipped_surrogate_loss": dict(epsilon_low=0.2, epsilon_high=0.2, delta=None), "cispo_loss": dict(epsilon_high=5.0),
+    "sapo_loss": dict(temperature_pos=1.0, temperature_neg=1.05), "truncated_importance_ratio": dict(cap=2.0), "kl_estimate": dict(estimator="k3"),
+    "aggregate": dict(max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None),
+    "grpo_loss": dict(old_logps=None, ref_logps=None, entropies=None, sampling_logps=None, beta=0.0, epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="dapo",
+                      importance_sampling_level="token", policy_loss="clip", top_entropy_quantile=1.0, kl_estimator="k3", use_bias_correction_kl=False, sampling_cap=2.0,
+                      max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None)}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name):
+    parameters = inspect.signature(getattr(grpo, name)).parameters
+    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+
+
 X, M, V = torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4)
 IDS = torch.zeros(4, 3, dtype=torch.long)
 WRONG = [  # the argument that the message must name, and the call
@@ -948,7 +1082,12 @@ WRONG = [  # the argument that the message must name, and the call
     ("num_generations", lambda: grpo.leave_one_out_advantages(V, 1)), ("num_generations", lambda: grpo.leave_one_out_advantages(V, 3)), ("rewards", lambda: grpo.leave_one_out_advantages(X, 2)),
     ("step_ends", lambda: grpo.process_advantages(X, X, M, 2)), ("step_ends", lambda: grpo.process_advantages(X, IDS[:, :2], M, 2)), ("step_ends", lambda: grpo.process_advantages(X, IDS + 3, M, 2)),
     ("step_ends", lambda: grpo.process_advantages(X, IDS - 1, M, 2)), ("completion_mask", lambda: grpo.process_advantages(X, IDS, M[:2], 2)), ("num_generations", lambda: grpo.process_advantages(X, IDS, M, 3)),
-    ("eps", lambda: grpo.process_advantages(X, IDS, M, 2, eps=nan)), ("step_rewards", lambda: grpo.process_advantages(V, IDS, M, 2)),
+    ("eps", lambda: grpo.process_advantages(X, IDS, M, 2, eps=nan)), ("correction", lambda: grpo.process_advantages(X, IDS, M, 2, correction=nan)), ("correction", lambda: grpo.group_advantages(V, 2, correction=nan)),
+    ("step_ends", lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 2]] * 3 + [[0, 1, 3]]), M, 2)), ("advantages", lambda: grpo.clipped_surrogate_loss(X[:, :1], V[:3])),
+    ("ratio", lambda: grpo.cispo_loss(X, X[:3, :1], V)), ("advantages", lambda: grpo.sapo_loss(X[:, :1], V[:3])), ("completion_mask", lambda: grpo.aggregate(X[:3, :1], M, loss_type="grpo")),
+    ("entropies", lambda: grpo.grpo_loss(X, V, M, entropies=V)), ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_low=nan)),
+    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_high=nan)), ("delta", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", delta=nan)),
+    ("advantages", lambda: grpo.grpo_loss(X, torch.zeros(5, 3), M)), ("step_rewards", lambda: grpo.process_advantages(V, IDS, M, 2)),
     ("values", lambda: grpo.gae_advantages(X, X[:, :2], M)), ("gamma", lambda: grpo.gae_advantages(X, X, M, gamma=1.1)), ("lam", lambda: grpo.gae_advantages(X, X, M, lam=-0.1)),
     ("completion_mask", lambda: grpo.gae_advantages(X, X, M[:, :2])), ("lam", lambda: grpo.gae_advantages(X, X, M, lam=nan)),
     ("advantages", lambda: grpo.broadcast_advantages(X, M)), ("completion_mask", lambda: grpo.broadcast_advantages(V, M[:3])),
@@ -956,7 +1095,8 @@ WRONG = [  # the argument that the message must name, and the call
     ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, 6)), ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, -1)),
     ("max_completion_len", lambda: grpo.get_soft_overlong_punishment(-5, 0)),
     ("completion_ids", lambda: grpo.completion_mask(X, 1)), ("completion_ids", lambda: grpo.completion_mask([[1]], 1)), ("eos_token_ids", lambda: grpo.completion_mask(IDS, None)),
-    ("eos_token_ids", lambda: grpo.completion_mask(IDS, 1.5)), ("completion_ids", lambda: grpo.completion_mask(IDS[0], 1)),
+    ("completion_ids", lambda: grpo.completion_mask(IDS.to(torch.complex64), 1)), ("estimator", lambda: grpo.kl_estimate(X, X, estimator=3)), ("estimator", lambda: grpo.kl_estimate(X, X, estimator=V.numpy())),
+    ("loss_type", lambda: grpo.aggregate(X, M, loss_type=None)), ("eos_token_ids", lambda: grpo.completion_mask(IDS, 1.5)), ("completion_ids", lambda: grpo.completion_mask(IDS[0], 1)),
     ("index", lambda: grpo.selective_log_softmax(X[None], IDS)), ("index", lambda: grpo.selective_log_softmax(X[None], X[:1])), ("logits", lambda: grpo.selective_log_softmax(X, IDS)),
     ("logits", lambda: grpo.entropy_from_logits(X)), ("logits", lambda: grpo.entropy_from_logits(IDS[None])),
     ("old_logps", lambda: grpo.importance_ratio(X, X[:2], M)), ("completion_mask", lambda: grpo.importance_ratio(X, X, M[:, :1])), ("logps", lambda: grpo.importance_ratio(V, X, M)),
@@ -965,7 +1105,7 @@ WRONG = [  # the argument that the message must name, and the call
     ("advantages", lambda: grpo.clipped_surrogate_loss(X, V[:3])), ("advantages", lambda: grpo.clipped_surrogate_loss(X, X[:, :1])), ("advantages", lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3))),
     ("epsilon_low", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_low=-1)), ("epsilon_high", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_high=nan)),
     ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=0)), ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=nan)), ("ratio", lambda: grpo.clipped_surrogate_loss(V, V)),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:, :2], V)), ("epsilon_high", lambda: grpo.cispo_loss(X, X, V, epsilon_high=-1)), ("advantages", lambda: grpo.cispo_loss(X, X, V[:2])),
+    ("ratio", lambda: grpo.cispo_loss(X, X[:, :2], V)), ("ratio", lambda: grpo.cispo_loss(X, X[:3], V)), ("epsilon_high", lambda: grpo.cispo_loss(X, X, V, epsilon_high=-1)), ("advantages", lambda: grpo.cispo_loss(X, X, V[:2])),
     ("logps", lambda: grpo.cispo_loss(V, X, V)), ("temperature_pos", lambda: grpo.sapo_loss(X, V, temperature_pos=0)), ("temperature_neg", lambda: grpo.sapo_loss(X, V, temperature_neg=nan)),
     ("advantages", lambda: grpo.sapo_loss(X, V[:2])), ("ratio", lambda: grpo.sapo_loss(V, V)), ("cap", lambda: grpo.truncated_importance_ratio(X, X, cap=0)),
     ("sampling_logps", lambda: grpo.truncated_importance_ratio(X, V)), ("old_logps", lambda: grpo.truncated_importance_ratio(V, V)),
@@ -998,7 +1138,16 @@ def test_wrong_input_is_named(name, call):
 def test_messages_say_what_came_and_what_is_allowed():
     for call, message in [
             (lambda: grpo.group_stats(torch.zeros(5), 2), "num_generations: got int 2; allowed is a number that divides B = 5"),
+            (lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 3]] * 4), M, 2), "step_ends: got 0 ... 3; allowed is 0 ... T-1 = 2"),
+            (lambda: grpo.group_stats(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
+            (lambda: grpo.group_advantages(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
+            (lambda: grpo.leave_one_out_advantages(V, 1), "num_generations: got 1; allowed is 2 or more, there must be others to compare with"),
+            (lambda: grpo.combine_rewards(X, [1.0, 2.0, inf]), "reward_weights: got [1.0, 2.0, inf]; allowed is finite numbers"),
+            (lambda: grpo.get_soft_overlong_punishment(5, 6), "soft_punish_cache: got 6; allowed is at most max_completion_len = 5"),
             (lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3)), "advantages: got dtype torch.float32, shape (3,); allowed is a tensor of dtype floating-point and shape (B=4) or (B=4, T=3)"),
+            (lambda: grpo.clipped_surrogate_loss(V, V), "ratio: got dtype torch.float32, shape (4,); allowed is a tensor of dtype floating-point and shape (B, 1) or (B, T)"),
+            (lambda: grpo.clipped_surrogate_loss(X, V, delta=-1), "delta: got int -1; allowed is a number > 0"),
+            (lambda: grpo.clip_ratio(X, torch.tensor(-0.5)), "epsilon_low: got Tensor tensor(-0.5000); allowed is a number >= 0"),
             (lambda: grpo.kl_estimate(X, X, estimator="k4"), "estimator: got str 'k4'; allowed is 'k1' or 'k2' or 'k3'"),
             (lambda: grpo.aggregate(X, M, loss_type="dr_grpo"), "max_completion_length: got NoneType None; allowed is a number > 0"),
             (lambda: grpo.completion_mask(X, 1), "completion_ids: got dtype torch.float32, shape (4, 3); allowed is a tensor of dtype int and shape (B, T)")]:
@@ -1093,7 +1242,9 @@ def test_parity_with_trl(batch, o, corrected):
     loss.backward()
     assert loss.item() == pytest.approx(want, abs=1e-10)
     close(logps.grad, gradient, 1e-10)
-    for name in set(metrics) & set(trl_metrics):
+    shared = set(metrics) & set(trl_metrics)
+    assert shared >= {"entropy"} | ({"kl"} if o["beta"] else set()) | ({"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"} if o["policy_loss"] == "clip" else set())
+    for name in shared:
         assert metrics[name] == pytest.approx(trl_metrics[name], abs=1e-6), name
 
 
@@ -1552,3 +1703,41 @@ def test_the_readme_names_what_exists():
     for function, test in rows:
         assert callable(getattr(grpo, function)) and f"def {test}(" in tests
     assert len(text.splitlines()) <= 120 and "python -m pytest -q test_grpo.py" in text
+
+
+# The worked examples -------------------------------------------------------------------------------------------------
+
+EXAMPLES = HERE / "worked_examples"
+
+
+def run_fences(path):
+    """Run the page's python fences in order, in one namespace, under the page's own name and line numbers; then it is returned."""
+    lines, namespace, source, start = path.read_text().splitlines(), {"__name__": path.stem}, [], None
+    for number, line in enumerate(lines):
+        if start is None and line == "```python":
+            source, start = [], number + 1
+        elif start is not None and line == "```":
+            exec(compile("\n" * start + "\n".join(source), str(path), "exec"), namespace)
+            start = None
+        elif start is not None:
+            source.append(line)
+    assert start is None, f"{path}, line {start}: a fence that does not end"
+    return namespace
+
+
+@own_only
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[0-9]*.md")), ids=lambda path: path.stem)
+def test_worked_example(path, monkeypatch):
+    monkeypatch.chdir(HERE)
+    run_fences(path)
+    for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", path.read_text()):
+        assert (EXAMPLES / picture).is_file()
+
+
+@own_only
+def test_a_wrong_number_in_a_page_points_into_the_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = 1\n```\n\n```python\n\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as failure:
+        run_fences(page)
+    assert failure.traceback[-1].path == page and failure.traceback[-1].lineno + 1 == 9
