@@ -27,11 +27,15 @@ gradient. Functions without a mask argument work token by token and leave paddin
 """
 
 import argparse
+import contextlib
 import copy
+import functools
+import hashlib
 import inspect
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -894,9 +898,9 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             break
         if device.type == "cpu" or t % 16 == 15:                          # on a GPU, looking at the tokens halts the queue
             live = (~torch.isin(completion_ids[rows, : t + 1], eos).any(1)).nonzero().squeeze(1)
-            if len(live) == 0:
+            if all_reduce(torch.tensor(len(live), device=device)) == 0:   # several processes keep step: fsdp needs that
                 break
-            if len(live) <= len(rows) / 2:                                # the ended rows leave once that pays for the copy
+            if 0 < len(live) <= len(rows) / 2:                            # the ended rows leave once that pays for the copy
                 cache.batch_select_indices(live)
                 rows, token, mask = rows[live], token[live], mask[live]
         logits = next_logits(token.unsqueeze(1), mask[:, : prompt_ids.size(1) + t + 1])
@@ -922,6 +926,7 @@ class Rollout:
     entropies: torch.Tensor          # (B, T), likewise
     old_logps: torch.Tensor = None   # (B, T), log π_old by the scorer, which the first of μ updates fills in
     ref_logps: torch.Tensor = None   # (B, T), log π_ref, where β > 0
+    step_rewards: torch.Tensor = None   # (B, S), NaN = no such step, with process supervision
 
 
 def sample_rollout(policy, tokenizer, batch, config, step):
@@ -1012,10 +1017,16 @@ class GRPOConfig:
     reward_weights: list = option(None, None, "a weight for each reward function (default: 1 each)")
     mask_truncated_completions: bool = option(False, (True, False), "learn nothing from completions without an EOS")
     top_entropy_quantile: float = option(1.0, "0 to 1", "learn from this fraction of the tokens, the highest in entropy")
+    step_separator: str = option("\n", None, "what ends a reasoning step, for step_reward_func; </think> always does")
     sync_ref_model: bool = option(False, (True, False), "refresh the reference model: Algorithm 1's outer iterations")
     ref_model_sync_steps: int = option(512, "> 0, whole", "M, steps of an outer iteration")
+    train_reward_model: bool = option(False, (True, False), "learn from a reward model that reward_funcs' rankings teach")
+    reward_model_learning_rate: float = option(1e-4, ">= 0", "that model's step size")
+    reward_model_steps: int = option(100, "> 0, whole", "updates of that model at the end of each outer iteration")
+    replay_share: float = option(0.1, "0 to 1", "of its batches, the share of pairs from earlier iterations")
     seed: int = option(42, ">= 0, whole", "of the samples and of the order of the prompts")
     bf16: bool = option(False, (True, False), "bfloat16 autocast over float32 weights")
+    fsdp: bool = option(False, (True, False), "spread the weights over the processes of torchrun")
     output_dir: str = option("grpo-output", None, "folder for metrics.jsonl, curve.png and checkpoint/")
     logging_steps: int = option(1, "> 0, whole", "write metrics every so many steps")
     save_steps: int = option(500, "> 0, whole", "write a checkpoint every so many steps, and at the end")
@@ -1029,6 +1040,11 @@ class GRPOConfig:
                              f"num_generations = {self.num_generations}")
         if self.policy_loss == "cispo" and self.epsilon_high is None:
             raise ValueError("epsilon_high: got None with policy_loss cispo; allowed is the cap of the ratio, such as 5.0")
+
+    @property
+    def iteration_steps(self):
+        """M, the steps of an outer iteration; without sync_ref_model and train_reward_model there is but one."""
+        return self.ref_model_sync_steps if self.sync_ref_model or self.train_reward_model else self.max_steps
 
 
 PRESETS = {  # what the papers set; every other field keeps its default
@@ -1049,49 +1065,65 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     reference: torch.nn.Module = None     # π_ref, where β > 0
+    reward_model: object = None           # r_φ, a RewardModel, with train_reward_model
     step: int = 0
     num_tokens: int = 0                   # prompt and completion tokens seen so far
 
 
 def initial_state(policy, config):
     from transformers import get_scheduler
+    reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
+    for model in (policy, reference) if config.fsdp else ():
+        shard(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     updates = config.max_steps * config.num_iterations
-    return TrainState(optimizer, get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates))
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates)
+    return TrainState(optimizer, scheduler, reference)
 
 
-def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, report=lambda state, metrics: False):
-    """Algorithm 1 of DeepSeekMath; the numbers on the right are its lines. Line 14, the update of a learned reward model,
-    is empty here: the reward functions stay as they are.
+def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_reward_func=None,
+          report=lambda state, metrics: False):
+    """Algorithm 1 of DeepSeekMath; the numbers on the right are its lines.
 
     Args:
         policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
         dataset: a list of dicts with "prompt" and any further columns.
-        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns).
+        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns); with train_reward_model the first
+            is the state's reward model, and it alone counts: the others rank the pairs that it learns from.
         config: a GRPOConfig.
         state: where to go on from; None starts afresh.
+        step_reward_func: a function with the argument steps too, that gives each step of each completion a reward.
         report: called after each step with the state and the step's metrics; the run ends where it returns true.
     Returns:
         The state after the last step.
     """
     state = state or initial_state(policy, config)                                                       # 1
     policy.eval()  # no dropout: with it, scorer and sampler would disagree, and ρ ≠ 1 on-policy
-    iteration_steps = config.ref_model_sync_steps if config.sync_ref_model else config.max_steps         # M
+    M = config.iteration_steps
     while state.step < config.max_steps:                                                                 # 2
-        if config.beta > 0 and (state.step % iteration_steps == 0 or state.reference is None):
-            state.reference = copy.deepcopy(policy).requires_grad_(False)                                # 3: π_ref ← π_θ
-        for _ in range(state.step, min(config.max_steps, (state.step // iteration_steps + 1) * iteration_steps)):  # 4
+        if state.step % M == 0:
+            refresh_reference(state.reference, policy)                                                   # 3: π_ref ← π_θ
+        for _ in range(state.step, min(config.max_steps, state.step - state.step % M + M)):              # 4
             batch = sample_batch(dataset, config, state.step)                                            # 5
             rollout = sample_rollout(policy, tokenizer, batch, config, state.step)                       # 6, 7: π_old ← π_θ
             rewards = compute_rewards(reward_funcs, rollout)                                             # 8
-            advantages = compute_advantages(rewards, rollout, config)                                    # 9
+            step_rewards = compute_step_rewards(step_reward_func, rollout, tokenizer, config)            # 8, for each step
+            advantages = compute_advantages(rewards, rollout, config, step_rewards)                      # 9
             rollout.ref_logps = reference_logps(state.reference, rollout, config)
             for _ in range(config.num_iterations):                                                       # 10: μ
                 update = update_policy(policy, state, rollout, advantages, config)                       # 11
             state.step += 1
+            if state.reward_model is not None:
+                update_reward_model(state, rollout, rewards, config)                                     # 14: r_φ, with replay
             if report(state, step_metrics(state, rollout, rewards, update, reward_funcs, config)):
                 return state
     return state                                                                                         # 15
+
+
+def refresh_reference(reference, policy):
+    """Line 3: the reference takes over the policy's weights (in place, so that it stays spread over the processes)."""
+    for old, new in zip(reference.parameters() if reference is not None else (), policy.parameters()):
+        old.data.copy_(new.data)
 
 
 def sample_batch(dataset, config, step):
@@ -1103,48 +1135,104 @@ def sample_batch(dataset, config, step):
     return own_share([dataset[orders[i // n][i % n]] for i in range(first, first + count)])
 
 
+class RewardError(ValueError):
+    """A reward function raised, or returned something else than it should."""
+
+
+def call_reward_func(f, rollout, allowed, parse, **more):
+    """What f says of this process's completions, through parse; an error names the function and the row."""
+    ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
+    columns = {"prompts": rollout.prompts, "completions": rollout.completions, "completion_ids": ids, **rollout.columns, **more}
+
+    def fails(rows):
+        try:
+            f(**{name: column[rows] for name, column in columns.items()})
+        except Exception:
+            return True
+
+    try:
+        values = f(**columns)
+    except Exception as error:
+        row = next((i for i in range(len(ids)) if fails(slice(i, i + 1))), None)
+        where = "on the batch as a whole" if row is None else f"at row {row}, {rollout.completions[row]!r:.100}"
+        raise RewardError(f"reward function {f.__name__}: {type(error).__name__}: {error} {where} (the dataset's columns are "
+                          f"prompt, {', '.join(rollout.columns)})") from error
+    try:
+        return [parse(value, i) for i, value in zip(range(len(ids)), values, strict=True)]
+    except (TypeError, ValueError):
+        raise RewardError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of {len(ids)} {allowed}, one "
+                          "for each completion") from None
+
+
+def finite_or_nan(value, row=None):
+    if value is not None and not math.isfinite(value):
+        raise ValueError
+    return math.nan if value is None else float(value)
+
+
 def compute_rewards(reward_funcs, rollout):
     """Line 8: each reward function on each completion of all processes, (B, F), None as NaN."""
-    ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
-    columns = []
-    for f in reward_funcs:
-        try:
-            values = f(prompts=rollout.prompts, completions=rollout.completions, completion_ids=ids, **rollout.columns)
-        except Exception as error:
-            raise ValueError(f"reward function {f.__name__}: {type(error).__name__}: {error} (the dataset's columns are prompt, "
-                             f"{', '.join(rollout.columns)})") from error
-        try:
-            column = [math.nan if value is None else float(value) for value in values]
-        except (TypeError, ValueError):
-            column = []
-        if len(column) != len(ids) or any(map(math.isinf, column)):
-            raise ValueError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of {len(ids)} finite "
-                             "numbers or None, one for each completion")
-        columns.append(column)
+    with all_or_none():
+        columns = [call_reward_func(f, rollout, "finite numbers or None", finite_or_nan) for f in reward_funcs]
     return gather(torch.tensor(columns, device=rollout.completion_ids.device).T)                         # (B, F)
 
 
-def compute_advantages(rewards_per_func, rollout, config):
+def compute_step_rewards(f, rollout, tokenizer, config):
+    """Process supervision (§4.1.3): a reward for each reasoning step of this process's completions; (B, S) rewards, NaN
+    where there is no step, and (B, S) indices of their last tokens; None without f."""
+    if f is None:
+        return None
+    texts, ends = [], []
+    for ids, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist()):
+        pieces = [tokenizer.decode([i], skip_special_tokens=True) for i in ids[:n]]
+        cuts = re.finditer(re.escape(config.step_separator) + "|</think>", "".join(pieces))
+        tokens = numpy.searchsorted(numpy.cumsum([len(piece) for piece in pieces]), [cut.end() for cut in cuts]).tolist()
+        ends.append(sorted({*tokens, n - 1}))
+        texts.append(["".join(pieces[a + 1 : b + 1]) for a, b in zip([-1, *ends[-1]], ends[-1])])
+
+    def parse(values, row):
+        return [finite_or_nan(value) for _, value in zip(texts[row], values, strict=True)]
+
+    with all_or_none():
+        rewards = call_reward_func(f, rollout, "lists of finite numbers or None, one for each of its steps", parse, steps=texts)
+    S = max(map(len, ends))
+    device = rollout.completion_ids.device
+    rollout.step_rewards = torch.tensor([row + [math.nan] * (S - len(row)) for row in rewards], device=device)
+    return rollout.step_rewards, torch.tensor([row + [0] * (S - len(row)) for row in ends], device=device)
+
+
+def total_reward(rewards_per_func, config):
+    """What the policy learns from, (B,): the weighted sum, or the score of the model that learns to stand for it."""
+    return rewards_per_func[:, 0] if config.train_reward_model else combine_rewards(rewards_per_func, config.reward_weights)
+
+
+def compute_advantages(rewards_per_func, rollout, config, step_rewards=None):
     """Line 9: the advantage of each token of this process's rows, (B, T), from the rewards of all."""
-    rewards = combine_rewards(rewards_per_func, config.reward_weights)                                   # (B,)
-    advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)   # (B,)
     if config.mask_truncated_completions:
         rollout.completion_mask = rollout.completion_mask * rollout.terminated.unsqueeze(1)
-    advantages = broadcast_advantages(own_share(advantages), rollout.completion_mask)                    # (B, T)
+    mask = rollout.completion_mask
+    advantages = torch.zeros_like(rollout.sampling_logps)
+    if rewards_per_func.size(1):
+        rewards = total_reward(rewards_per_func, config)                                                 # (B,)
+        advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)
+        advantages = broadcast_advantages(own_share(advantages), mask)                                   # (B, T)
+    if step_rewards is not None:
+        advantages = advantages + process_advantages(*step_rewards, mask, config.num_generations)
     if config.top_entropy_quantile < 1:   # each policy term is linear in A: A = 0 takes a token out
-        room = (0, config.max_completion_length - advantages.size(1))     # the fraction is of the whole batch's tokens
-        entropies, mask = (gather(torch.nn.functional.pad(x, room)) for x in (rollout.entropies, rollout.completion_mask))
-        kept = own_share(top_entropy_mask(entropies, mask, config.top_entropy_quantile))
-        advantages = advantages * kept[:, : advantages.size(1)]
+        room = (0, config.max_completion_length - mask.size(1))           # the fraction is of the whole batch's tokens
+        kept = top_entropy_mask(*(gather(torch.nn.functional.pad(x, room)) for x in (rollout.entropies, mask)),
+                                config.top_entropy_quantile)
+        advantages = advantages * own_share(kept)[:, : mask.size(1)]
     return advantages
 
 
 def score(model, rollout, rows, config):
     """Log-probs of some rows of the rollout, cut to the longest of them, (rows, T')."""
     T = max(1, int(rollout.completion_mask[rows].sum(1).max()))
+    logps = model.per_token_logps if config.fsdp else functools.partial(per_token_logps, model)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-        return per_token_logps(model, rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
-                               rollout.completion_mask[rows, :T], temperature=config.temperature)[0]
+        return logps(rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
+                     rollout.completion_mask[rows, :T], temperature=config.temperature)[0]
 
 
 @torch.no_grad()
@@ -1179,7 +1267,8 @@ def update_policy(policy, state, rollout, advantages, config):
     for p in weights:
         p.grad = torch.zeros_like(p)
     totals = dict.fromkeys(("loss", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0.0)
-    learns = (advantages != 0).any(1) if config.beta == 0 else mask.any(1)                               # the others: gradient 0
+    learns = mask.any(1) if config.beta > 0 else (advantages != 0).any(1)                                # the others: gradient 0
+    learns |= config.fsdp                                                 # its processes gather weights in step: no one skips
     for part in learns.nonzero().squeeze(1).split(config.per_device_train_batch_size) if learns.any() else ():
         logps = score(policy, rollout, part, config)                                                     # (part, T')
         cut = (part, slice(logps.size(1)))
@@ -1193,11 +1282,12 @@ def update_policy(policy, state, rollout, advantages, config):
         totals["loss"] += loss.item()
         for name, mean in metrics.items():
             of_rows = config.importance_sampling_level == "sequence" and name != "kl"
-            totals[name] += mean * (len(part) / rows if of_rows else mask[cut].sum().item() / tokens)
-    for p in weights:
+            totals[name] += mean * (len(part) / rows if of_rows else mask[cut].sum().item() / max(tokens, 1))
+    for p in weights if not config.fsdp else ():                          # fsdp adds them up by itself
         all_reduce(p.grad)
     totals = dict(zip(totals, all_reduce(torch.tensor(list(totals.values()), device=mask.device)).tolist()))
-    totals["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+    norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm)
+    totals["grad_norm"] = (norm.full_tensor() if config.fsdp else norm).item()
     totals["learning_rate"] = state.scheduler.get_last_lr()[0]
     if not math.isfinite(totals["loss"] + totals["grad_norm"]):
         raise FloatingPointError(f"step {state.step + 1}: loss is {totals['loss']}, grad_norm is {totals['grad_norm']}")
@@ -1206,9 +1296,63 @@ def update_policy(policy, state, rollout, advantages, config):
     return totals
 
 
+class RewardModel:
+    """r_φ: a sequence-classification model as a reward function, its one logit for prompt and completion together. With an
+    optimizer it learns: from pairs of completions to one prompt, of which the other reward functions prefer the first."""
+
+    def __init__(self, name, model, tokenizer, optimizer=None):
+        self.__name__, self.model, self.tokenizer, self.optimizer = name, model.eval(), tokenizer, optimizer
+        self.model.config.pad_token_id = tokenizer.pad_token_id           # it reads its score before the padding
+        self.pairs, self.replay = [], []                                  # of this iteration; of the earlier ones
+
+    @torch.no_grad()
+    def __call__(self, prompts, completions, **kwargs):
+        return self.score(self.texts(prompts, completions)).tolist()
+
+    def texts(self, prompts, completions):
+        self.chat = not isinstance(prompts[0], str)                       # its template writes the special tokens itself
+        return [self.tokenizer.apply_chat_template(p + c, tokenize=False) if self.chat else p + c
+                for p, c in zip(prompts, completions)]
+
+    def score(self, texts):
+        inputs = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not self.chat)
+        inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+        return self.model(**inputs).logits[:, 0].float()
+
+    def remember(self, rollout, truth, G):
+        """Pair each group's best completion with its worst, the second best with the second worst, and so on."""
+        texts, truth, pairs = self.texts(rollout.prompts, rollout.completions), truth.tolist(), []
+        for start in range(0, len(texts), G):
+            order = sorted((i for i in range(start, start + G) if truth[i] == truth[i]), key=lambda i: -truth[i])
+            pairs += [[texts[i], texts[j]] for i, j in zip(order, reversed(order)) if truth[i] > truth[j]]
+        self.pairs += gather_objects(pairs)
+
+    def learn(self, config, step, updates, rows=64):
+        """Minimise bradley_terry_loss; a share of each batch is replayed, so that what was learnt earlier stays."""
+        new, self.pairs = self.pairs, []
+        rng = numpy.random.default_rng([config.seed, 3, step])
+        replayed = round(rows * config.replay_share) if self.replay else 0
+        for _ in range(updates if new else 0):
+            batch = [new[i] for i in rng.integers(len(new), size=rows - replayed)]
+            batch += [self.replay[i] for i in rng.integers(len(self.replay), size=replayed)] if replayed else []
+            chosen, rejected = self.score([text for pair in zip(*batch) for text in pair]).split(rows)
+            self.optimizer.zero_grad()
+            bradley_terry_loss(chosen, rejected).backward()
+            self.optimizer.step()
+        self.replay = (self.replay + new)[-100_000:]
+
+
+def update_reward_model(state, rollout, rewards_per_func, config):
+    """Line 14: the reward model sees each step's pairs, and learns at the end of an outer iteration."""
+    truth = combine_rewards(rewards_per_func[:, 1:], config.reward_weights)                              # (B,)
+    state.reward_model.remember(rollout, own_share(truth), config.num_generations)
+    if state.step % config.iteration_steps == 0:
+        state.reward_model.learn(config, state.step, config.reward_model_steps)
+
+
 def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config):
     """The step's metrics over all processes, under TRL's names; what each means stands in the README."""
-    rewards, mask = combine_rewards(rewards_per_func, config.reward_weights), rollout.completion_mask
+    rewards, mask = total_reward(rewards_per_func, config), rollout.completion_mask
     lengths, terminated = gather(rollout.lengths).float(), gather(rollout.terminated.long()).bool()
     entropy, tokens = all_reduce(torch.stack([(rollout.entropies * mask).sum(), mask.sum()])).tolist()
     drift = gather(((rollout.old_logps - rollout.sampling_logps) * mask).abs().max().reshape(1))
@@ -1221,6 +1365,10 @@ def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config)
     for f, column in zip(reward_funcs, rewards_per_func.T):
         mean, std = group_stats(column, len(column))
         metrics |= {f"rewards/{f.__name__}/mean": mean.item(), f"rewards/{f.__name__}/std": std.item()}
+    if rollout.step_rewards is not None:
+        real = ~rollout.step_rewards.isnan()
+        total, count = all_reduce(torch.stack([rollout.step_rewards.nansum(), real.sum()])).tolist()
+        metrics["rewards/steps/mean"] = total / max(count, 1)
     for name, x in ("length", lengths), ("terminated_length", lengths[terminated] if terminated.any() else torch.zeros(1)):
         metrics |= {f"completions/{kind}_{name}": getattr(x, kind)().item() for kind in ("mean", "min", "max")}
     if rollout.ref_logps is None:
@@ -1229,6 +1377,10 @@ def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config)
 
 
 # With torchrun, each of N processes samples and learns from 1/N of the rows; what concerns the whole batch is put together.
+
+
+def default_device():
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def rank_and_world():
@@ -1251,6 +1403,14 @@ def gather(rows):
     return torch.cat(parts)
 
 
+def gather_objects(items):
+    """The same for a list of anything."""
+    parts = [items] * rank_and_world()[1]
+    if len(parts) > 1:
+        torch.distributed.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
 def all_reduce(x):
     """The sum of x over all processes."""
     if rank_and_world()[1] > 1:
@@ -1258,14 +1418,40 @@ def all_reduce(x):
     return x
 
 
+@contextlib.contextmanager
+def all_or_none():
+    """A reward function that fails in one process ends all of them, so that none waits in vain for the others."""
+    failure = None
+    try:
+        yield
+    except RewardError as error:
+        failure = error
+    if all_reduce(torch.tensor(float(failure is not None), device=default_device())):
+        raise failure or RewardError("a reward function failed in another process")
+
+
+def shard(model):
+    """Spread the weights over the processes: each block of the model gathers its own while it works (torch's FSDP)."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for module in [*blocks, model]:
+        fully_shard(module, reshard_after_forward=True)                   # the outermost too: its weights are stepped
+        module.set_gradient_divide_factor(1.0)                            # a sum over the processes, not their mean
+        module.set_force_sum_reduction_for_comms(True)
+    model.per_token_logps = functools.partial(per_token_logps, model)
+    register_fsdp_forward_method(model, "per_token_logps")
+
+
 # §11 Command line ----------------------------------------------------------------------------------------------------
 # --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly forgets the carry
 # (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
-            per_device_train_batch_size=64, max_completion_length=28)
+            per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=55)
 REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
-RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size")  # free to change on resume
+SETTINGS = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "step_reward_func": None,
+            "before": None}                                               # what a run needs beside its GRPOConfig
+RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size", "fsdp")  # free to change on resume
 
 
 def tiny_tokenizer():
@@ -1302,6 +1488,12 @@ def teacher_trace(prompt, forgets_carry):
     carry = 0 if forgets_carry else units // 10
     tens = a // 10 + b // 10 + carry
     return f"<think>{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}</think>{10 * tens + units % 10}<eos>"
+
+
+def addition_steps(prompts, steps, **kwargs):
+    """The tiny task's step rewards: 1 for each step that is what the teacher, not forgetting the carry, would have written."""
+    right = [re.split("(?<=,)|(?<=</think>)", teacher_trace(p, False).removesuffix("<eos>")) for p in prompts]
+    return [[float(i < len(r) and step == r[i]) for i, step in enumerate(row)] for row, r in zip(steps, right)]
 
 
 def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learning_rate=3e-3, forgets=0.6):
@@ -1365,8 +1557,8 @@ def load_reward_func(name, config):
     path, _, function = name.rpartition(":")
     if name == "soft_overlong":
         f = get_soft_overlong_punishment(config.max_completion_length, config.max_completion_length // 5)
-    elif name in REWARDS:
-        f = REWARDS[name]
+    elif name in REWARDS or name == "addition_steps":
+        f = REWARDS.get(name, addition_steps)
     elif path.endswith(".py"):
         from importlib.util import module_from_spec, spec_from_file_location
         spec = spec_from_file_location(os.path.basename(path)[:-3], path)
@@ -1374,7 +1566,9 @@ def load_reward_func(name, config):
         spec.loader.exec_module(module)
         f = getattr(module, function, None)
     elif os.path.isdir(name) or "/" in name:
-        f = load_reward_model(name)
+        from transformers import AutoModelForSequenceClassification
+        f = RewardModel(os.path.basename(os.path.normpath(name)),
+                        *load_model(name, auto_class=AutoModelForSequenceClassification, num_labels=1))
     else:
         f = None
     if not callable(f):
@@ -1383,25 +1577,32 @@ def load_reward_func(name, config):
     return f
 
 
-def load_reward_model(name):
-    """A sequence-classification model as a reward function: its one logit for prompt and completion together."""
+def build_reward_model(policy, tokenizer, config, folder=None):
+    """r_φ as the run begins: the policy's body under a new head of one logit; or the one of a checkpoint."""
     from transformers import AutoModelForSequenceClassification
-    model, tokenizer = load_model(name, auto_class=AutoModelForSequenceClassification, num_labels=1)
-    model.eval().config.pad_token_id = tokenizer.pad_token_id             # it reads its score before the padding
-
-    @torch.no_grad()
-    def score(prompts, completions, **kwargs):
-        is_chat = not isinstance(prompts[0], str)
-        texts = [tokenizer.apply_chat_template(p + c, tokenize=False) if is_chat else p + c for p, c in zip(prompts, completions)]
-        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=not is_chat)
-        inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        return model(**inputs).logits[:, 0].tolist()
-
-    score.__name__ = os.path.basename(os.path.normpath(name))
-    return score
+    if folder is None:
+        torch.manual_seed(config.seed)
+        shape = copy.deepcopy(policy.config)
+        shape.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(shape)
+        model.base_model.load_state_dict(policy.base_model.state_dict())
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(os.path.join(folder, "reward_model"), num_labels=1)
+    model = model.to(default_device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.reward_model_learning_rate)
+    return RewardModel("reward_model", model, tokenizer, optimizer)
 
 
-def load_model(name, weights=None, auto_class=None, **options):
+def teach_reward_model(policy, tokenizer, dataset, reward_funcs, judge, config, batches=40):
+    """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
+    for step in range(config.max_steps, config.max_steps + batches):
+        rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
+        truth = combine_rewards(compute_rewards(reward_funcs, rollout), config.reward_weights)
+        judge.remember(rollout, own_share(truth), config.num_generations)
+    judge.learn(config, config.max_steps, 5 * config.reward_model_steps)
+
+
+def load_model(name, weights=None, auto_class=None, device=None, **options):
     """A float32 model and its tokenizer, from a folder or the Hugging Face hub; code that comes with it is never run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     try:
@@ -1413,15 +1614,11 @@ def load_model(name, weights=None, auto_class=None, **options):
     if tokenizer.eos_token_id is None and auto_class is None:
         raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one with which an answer can end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return model.to(default_device()), tokenizer
+    return model.to(device or default_device()), tokenizer
 
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def default_device():
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_context(model, tokenizer, dataset, config):
@@ -1434,67 +1631,105 @@ def check_context(model, tokenizer, dataset, config):
                              f"context of {context} less max_completion_length = {config.max_completion_length}")
 
 
-def save_checkpoint(folder, policy, tokenizer, state, config, settings):
-    """Write folder/checkpoint: model and tokenizer in Hugging Face format, and what a resumed run needs. The old one goes
-    only when the new one is whole."""
-    target, new, old = (os.path.join(folder, "checkpoint" + end) for end in ("", ".new", ".old"))
-    shutil.rmtree(new, ignore_errors=True)
-    for part in (policy, tokenizer):
-        part.save_pretrained(new)
-    if state.reference is not None:
-        state.reference.save_pretrained(os.path.join(new, "reference"))
-    parts = {"optimizer": state.optimizer.state_dict(), "scheduler": state.scheduler.state_dict()}
-    torch.save(parts, os.path.join(new, "optimizer.pt"))
+def save_checkpoint(policy, tokenizer, state, config, settings):
+    """Write output_dir/checkpoint: the model in Hugging Face format, and what a resumed run needs. The old one goes only when
+    the new one is whole. All processes call it (with fsdp each holds a part of the weights), and the first one writes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+    target, new, old = (os.path.join(config.output_dir, "checkpoint" + end) for end in ("", ".new", ".old"))
+    whole, judge = StateDictOptions(full_state_dict=True, cpu_offload=True), state.reward_model
+    models = {"": policy, "reference": state.reference}
+    weights = {name: get_model_state_dict(model, options=whole) for name, model in models.items() if model is not None}
+    parts = {"optimizer": get_optimizer_state_dict(policy, state.optimizer, options=whole),
+             "scheduler": state.scheduler.state_dict()}
     run = {"step": state.step, "num_tokens": state.num_tokens, "config": asdict(config), **settings}
-    with open(os.path.join(new, "run.json"), "w") as file:
-        json.dump(run, file, indent=1)
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.isdir(target):
-        os.rename(target, old)
-    os.rename(new, target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def load_run(given):
-    """What the flags, or the checkpoint that they name, say: settings, config, policy, tokenizer, and a state on resume."""
-    if "resume_from_checkpoint" in given:
-        return load_checkpoint(given["resume_from_checkpoint"].rstrip("/"), given)
-    settings = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "before": None}
-    settings |= {name: value for name, value in given.items() if name in settings}
-    options = (TINY if settings["model"] == "tiny" else {}) | PRESETS.get(given.get("preset"), {})
-    config = GRPOConfig(**options | {f.name: given[f.name] for f in fields(GRPOConfig) if f.name in given})
-    if settings["model"] == "tiny":
-        tokenizer = tiny_tokenizer()
-        return settings, config, tiny_model(tokenizer, config.seed).to(default_device()), tokenizer, None
-    if not settings["model"] or not settings["dataset"]:
-        raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
-    return settings, config, *load_model(settings["model"]), None
-
-
-def load_checkpoint(folder, given):
-    """The same from a saved run. A flag that contradicts it is an error."""
-    folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder   # killed in between
+    if rank_and_world()[0] > 0:
+        return
     try:
-        with open(os.path.join(folder, "run.json")) as file:
-            run = json.load(file)
-        settings = {name: run[name] for name in ("model", "dataset", "reward_funcs", "before")}
-        wrong = [f"{name} = {value} (was {run['config'].get(name, run.get(name))})" for name, value in given.items()
-                 if name not in RUN_ONLY and value != run["config"].get(name, run.get(name, value))]
-        config = GRPOConfig(**run["config"] | {name: given[name] for name in RUN_ONLY if name in given})
-        policy, tokenizer = load_model(folder)
-        state = initial_state(policy, config)
-        state.step, state.num_tokens = run["step"], run["num_tokens"]
-        if config.beta > 0:
-            state.reference = load_model(folder, os.path.join(folder, "reference"))[0].eval().requires_grad_(False)
-        parts = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
-        state.optimizer.load_state_dict(parts["optimizer"])
-        state.scheduler.load_state_dict(parts["scheduler"])
-    except Exception as error:  # a file that is missing, cut off or altered, as whichever reader finds it
+        shutil.rmtree(new, ignore_errors=True)
+        tokenizer.save_pretrained(new)
+        for name in weights:
+            models[name].save_pretrained(os.path.join(new, name), state_dict=weights[name])
+        if judge is not None:
+            judge.model.save_pretrained(os.path.join(new, "reward_model"))
+            parts["reward_optimizer"], run["pairs"] = judge.optimizer.state_dict(), [judge.pairs, judge.replay]
+        torch.save(parts, os.path.join(new, "optimizer.pt"))
+        run["files"] = digests(new)
+        with open(os.path.join(new, "run.json"), "w") as file:
+            json.dump(run, file, indent=1)
+        if os.path.isdir(target):
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        os.rename(new, target)
+    except Exception as error:  # each writer has its own kind of error for a disk that is full
+        raise OSError(f"output_dir: cannot write {new} ({first_line(error)}); the checkpoint before it is untouched") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def digests(folder):
+    """The SHA-256 of each file in the folder."""
+    found = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(path, name), "rb") as file:
+                found[os.path.relpath(file.name, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+@contextlib.contextmanager
+def reading(folder):
+    """Turn what any reader says of a file that is missing, cut off or altered into one clear error."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({first_line(error)}); allowed is the checkpoint folder of "
                          "an earlier run, unchanged") from error
+
+
+def load_checkpoint(folder, policy, tokenizer, config):
+    """The state that save_checkpoint wrote."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+    whole = StateDictOptions(full_state_dict=True)
+    with open(os.path.join(folder, "run.json")) as file:
+        run = json.load(file)
+    parts = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
+    judge = build_reward_model(policy, tokenizer, config, folder) if config.train_reward_model else None
+    state = initial_state(policy, config)
+    if state.reference is not None:
+        reference = load_model(folder, os.path.join(folder, "reference"), device="cpu")[0]
+        set_model_state_dict(state.reference, reference.state_dict(), options=whole)
+    set_optimizer_state_dict(policy, state.optimizer, parts["optimizer"], options=whole)
+    state.scheduler.load_state_dict(parts["scheduler"])
+    if judge is not None:
+        judge.optimizer.load_state_dict(parts["reward_optimizer"])
+        judge.pairs, judge.replay = run["pairs"]
+    state.reward_model, state.step, state.num_tokens = judge, run["step"], run["num_tokens"]
+    return state
+
+
+def read_options(given):
+    """What the flags, or the checkpoint that they name, say: settings, config, and the checkpoint's folder or None."""
+    typed = PRESETS.get(given.get("preset"), {}) | given
+    if "resume_from_checkpoint" not in given:
+        settings = SETTINGS | {name: value for name, value in given.items() if name in SETTINGS}
+        if settings["model"] != "tiny" and not (settings["model"] and settings["dataset"]):
+            raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
+        options = (TINY if settings["model"] == "tiny" else {}) | typed
+        return settings, GRPOConfig(**{f.name: options[f.name] for f in fields(GRPOConfig) if f.name in options}), None
+    folder = given["resume_from_checkpoint"].rstrip("/")
+    folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder     # killed in between
+    with reading(folder):
+        with open(os.path.join(folder, "run.json")) as file:
+            run = json.load(file)
+        settings, config = {name: run[name] for name in SETTINGS}, GRPOConfig(**run["config"])
+        damaged = run["files"].items() - digests(folder).items()
+        if damaged:
+            raise ValueError(f"{', '.join(name for name, _ in sorted(damaged))}: not as it was saved")
+    known = settings | asdict(config)
+    wrong = [f"{name} = {value} (was {known[name]})" for name, value in typed.items()
+             if name in known and name not in RUN_ONLY and value != known[name]]
     if wrong:
         raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
-    return settings, config, policy, tokenizer, state
+    return settings, replace(config, **{name: given[name] for name in RUN_ONLY if name in given}), folder
 
 
 def plot_curve(lines, path):
@@ -1556,6 +1791,7 @@ def build_parser():
     parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
     parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, "
                         "or a sequence-classification model (default: accuracy think_format)")
+    parser.add_argument("--step_reward_func", metavar="NAME", help="addition_steps or file.py:function, a reward for each step")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
     parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
@@ -1577,6 +1813,11 @@ def main(argv=None):
     except (ValueError, OSError, FloatingPointError) as error:
         print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if rank_and_world()[1] == 1:
+            raise
+        print("grpo.py: error: lost the other processes:", first_line(error), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:                                             # before the first step there is nothing to save
         return 130
 
@@ -1587,79 +1828,122 @@ def run(given):
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:                          # set by torchrun
+    if "TORCHELASTIC_RUN_ID" in os.environ:                               # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = rank_and_world()
     say = print if rank == 0 else lambda text: None
-    settings, config, policy, tokenizer, state = load_run(given)
-    tiny = settings["model"] == "tiny"
+    settings, config, folder = read_options(given)
+    tiny, device = settings["model"] == "tiny", torch.device("cpu") if config.fsdp else default_device()
     if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
         raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
     if config.generation_batch_size // config.num_generations % world:
         raise ValueError(f"generation_batch_size: got {config.generation_batch_size // config.num_generations} prompts a step; "
                          f"allowed is a multiple of the {world} processes")
+    if config.fsdp and not torch.distributed.is_initialized() or "explain" in given and world > 1:
+        raise ValueError("fsdp, explain: allowed is --fsdp with torchrun, and --explain without it")
+    if folder is not None:
+        with reading(folder):
+            policy, tokenizer = load_model(folder, device=device)
+    elif tiny:
+        tokenizer = tiny_tokenizer()
+        policy = tiny_model(tokenizer, config.seed).to(device)
+    else:
+        policy, tokenizer = load_model(settings["model"], device=device)
     dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
     check_context(policy, tokenizer, dataset, config)
     reward_funcs = [load_reward_func(name, config) for name in settings["reward_funcs"]]
+    step_reward_func = load_reward_func(settings["step_reward_func"], config) if settings["step_reward_func"] else None
     if config.reward_weights and len(config.reward_weights) != len(reward_funcs):
         raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is "
                          "one for each")
-    if tiny and state is None:
+    if tiny and folder is None:
         cold_start(policy, tokenizer, dataset, config.seed)
     for p in policy.parameters() if world > 1 else ():
         torch.distributed.broadcast(p.data, 0)
     if "explain" in given:
         say(explain(policy, tokenizer, dataset, reward_funcs, config))
         return 0
-    if tiny and state is None:
+    if tiny and folder is None:
         settings["before"] = solve(policy, tokenizer, held_out, config, "before GRPO:")
 
-    path, lines, fresh, signals = os.path.join(config.output_dir, "metrics.jsonl"), [], True, []
-    if state is not None and os.path.exists(path):
-        with open(path) as file:          # what came after the checkpoint is done, and logged, again
-            lines = [line for line in file if json.loads(line)["step"] <= state.step]
+    path, lines = os.path.join(config.output_dir, "metrics.jsonl"), []
+    if folder is None:
+        judge = build_reward_model(policy, tokenizer, config) if config.train_reward_model else None
+        state = initial_state(policy, config)
+        state.reward_model = judge
+    else:
+        with reading(folder):
+            state = load_checkpoint(folder, policy, tokenizer, config)
+            if os.path.exists(path):
+                with open(path) as file:      # what came after the checkpoint is done, and logged, again
+                    lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= state.step]
+    if state.reward_model is not None:
+        if folder is None:
+            teach_reward_model(policy, tokenizer, dataset, reward_funcs, state.reward_model, config)
+        reward_funcs.insert(0, state.reward_model)
     say("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the "
         "gradient is not 0. Watch the reward.")
-    bar = tqdm(total=config.max_steps, initial=state.step if state else 0, desc="GRPO", dynamic_ncols=True, disable=rank > 0)
-    started = time.perf_counter()
+    bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True, disable=rank > 0)
+    started, fresh, signals, unsaved = time.perf_counter(), True, [], None
+
+    def save():
+        nonlocal unsaved
+        try:
+            unsaved = save_checkpoint(policy, tokenizer, state, config, settings)
+        except OSError as error:                                          # the run goes on: the next one may find room
+            unsaved = error
+            bar.write(f"grpo.py: warning: {error}", file=sys.stderr)
 
     def report(state, metrics):
         nonlocal fresh, started
-        stop = all_reduce(torch.tensor(len(signals), device=policy.device)).item() > 0    # all processes end at one step
+        stop = all_reduce(torch.tensor(len(signals), device=default_device())).item() > 0   # all processes end at one step
         if rank == 0 and state.step % config.logging_steps == 0:
             metrics = {name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - started}
             lines.append(json.dumps(metrics) + "\n")
             os.makedirs(config.output_dir, exist_ok=True)
-            with open(path, "w" if fresh else "a") as file:               # an earlier run's file stays until there is news
+            with open(path + ".new" * fresh, "w" if fresh else "a") as file:      # an earlier file stays until there is news
                 file.writelines(lines if fresh else lines[-1:])
+            if fresh:
+                os.replace(path + ".new", path)
             fresh = False
         shown = dict(reward="reward", accuracy="rewards/accuracy_reward/mean", kl="kl", entropy="entropy", clip="clip_ratio/region_mean")
         bar.set_postfix({name: metrics[key] for name, key in shown.items() if key in metrics}, refresh=False)
         bar.update()
-        if rank == 0 and (stop or state.step % config.save_steps == 0 or state.step == config.max_steps):
-            save_checkpoint(config.output_dir, policy, tokenizer, state, config, settings)
+        if stop or state.step % config.save_steps == 0 or state.step == config.max_steps:
+            save()
         started = time.perf_counter()
         return stop
 
     before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        state = train(policy, tokenizer, dataset, reward_funcs, config, state=state, report=report)
+        train(policy, tokenizer, dataset, reward_funcs, config, state=state, step_reward_func=step_reward_func, report=report)
+    except RewardError as error:
+        if bar.n == bar.initial:                                          # no step was done that could be lost
+            raise
+        save()
+        raise RewardError(f"{error}; {how_to_go_on(state, config)}") from error
     finally:
         bar.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+    if unsaved is not None:
+        raise unsaved
     if rank == 0 and lines:
         plot_curve(list(map(json.loads, lines)), os.path.join(config.output_dir, "curve.png"))
     say(f"metrics.jsonl, curve.png and checkpoint are in {config.output_dir}")
     if signals:
-        say(f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint")
+        say(how_to_go_on(state, config))
         return 128 + signals[0]
     if tiny:
         after = solve(policy, tokenizer, held_out, config, "after GRPO:")
         say(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
     return 0
+
+
+def how_to_go_on(state, config):
+    return f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint"
 
 
 if __name__ == "__main__":

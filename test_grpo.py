@@ -19,10 +19,12 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import statistics
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -1481,6 +1483,91 @@ def test_a_reward_function_that_returns_nonsense_is_named(result):
         grpo.compute_rewards([odd], rollout)
 
 
+def rollout_of(*completions, prompt="47+85=", **columns):
+    """A rollout of these texts, as one group of the tiny task."""
+    tokenizer = grpo.tiny_tokenizer()
+    ids = tokenizer([text + "<eos>" for text in completions], padding=True, padding_side="right", return_tensors="pt")
+    B, mask = len(completions), ids["attention_mask"]
+    return tokenizer, grpo.Rollout(
+        prompts=[prompt] * B, completions=list(completions), columns={k: list(v) for k, v in columns.items()}, prompt_ids=None, prompt_mask=None,
+        completion_ids=ids["input_ids"], completion_mask=mask, lengths=mask.sum(1), terminated=torch.ones(B).bool(),
+        sampling_logps=torch.zeros(mask.shape), entropies=torch.zeros(mask.shape))
+
+
+def test_steps_end_at_the_separator_at_the_think_tag_and_at_the_last_token():
+    tokenizer, rollout = rollout_of("<think>7+5=12,4+8+1=13</think>132", "<think>7</think>", "13,,2")
+    seen, config = {}, grpo.GRPOConfig(**OPTIONS, step_separator=",")
+
+    def steps_of(steps, prompts, **kwargs):
+        seen["steps"] = steps
+        return [[float(10 * i + j) if j else None for j in range(len(row))] for i, row in enumerate(steps)]
+
+    rewards, ends = grpo.compute_step_rewards(steps_of, rollout, tokenizer, config)
+    assert seen["steps"] == [["<think>7+5=12,", "4+8+1=13</think>", "132"], ["<think>7</think>", ""], ["13,", ",", "2"]]
+    assert ends.tolist() == [[7, 16, 20], [2, 3, 0], [2, 3, 5]]
+    torch.testing.assert_close(rewards, torch.tensor([[nan, 1.0, 2.0], [nan, 11.0, nan], [nan, 21.0, 22.0]]), equal_nan=True)
+    assert grpo.compute_step_rewards(None, rollout, tokenizer, config) is None
+    for wrong in ([[1.0]] * 3, [1.0] * 3, [[1.0] * 3, [1.0] * 2, [inf] * 3]):
+        with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is a list of 3 lists of finite numbers"):
+            grpo.compute_step_rewards(lambda steps, **kwargs: wrong, rollout, tokenizer, config)
+
+
+def test_the_tiny_task_has_step_rewards_and_they_become_advantages():
+    right, forgot = "<think>7+5=12,4+8+1=13</think>132", "<think>7+5=12,4+8+0=12</think>122"
+    tokenizer, rollout = rollout_of(right, forgot, "<think>7+5=11,4+8+1=13</think>131", "122")
+    config = grpo.GRPOConfig(**OPTIONS, step_separator=",")
+    step_rewards = grpo.compute_step_rewards(grpo.addition_steps, rollout, tokenizer, config)
+    torch.testing.assert_close(step_rewards[0], torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, nan, nan]]), equal_nan=True)
+    assert grpo.addition_steps(["47+85="], [["<think>7+5=12,", "4+8+1=13</think>", "132", "", "132"]]) == [[1.0, 1.0, 1.0, 0.0, 0.0]]
+    outcome = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
+    A = grpo.compute_advantages(outcome, rollout, config, step_rewards)
+    want = grpo.process_advantages(*step_rewards, rollout.completion_mask, 4) + grpo.broadcast_advantages(grpo.group_advantages(outcome[:, 0], 4), rollout.completion_mask)
+    torch.testing.assert_close(A, want)
+    assert torch.equal(grpo.compute_advantages(torch.zeros(4, 0), rollout, config, step_rewards), grpo.process_advantages(*step_rewards, rollout.completion_mask, 4))
+
+
+def test_the_reward_model_pairs_best_with_worst_learns_and_replays(monkeypatch):
+    tokenizer, rollout = rollout_of("1", "2", "3", "4", "5", "6", "7", "8", prompt="9+9=")
+    policy, config = make_model("gpt2"), grpo.GRPOConfig(**OPTIONS, train_reward_model=True, reward_model_learning_rate=1e-2, replay_share=0.25)
+    judge = grpo.build_reward_model(policy, tokenizer, config)
+    for name, weight in judge.model.base_model.named_parameters():
+        assert torch.equal(weight, dict(policy.base_model.named_parameters())[name])      # it starts from the policy's body
+    judge.remember(rollout, torch.tensor([0.5, 2.0, nan, 1.0, 3.0, 3.0, 3.0, 3.0]), 4)
+    assert judge.pairs == [["9+9=2", "9+9=1"]]                                            # one abstained, and equals make no pair
+    judge.remember(rollout, torch.tensor([1.0, 4.0, 2.0, 3.0, 0.0, 1.0, 1.0, 0.0]), 4)
+    assert judge.pairs[1:] == [["9+9=2", "9+9=1"], ["9+9=4", "9+9=3"], ["9+9=6", "9+9=8"], ["9+9=7", "9+9=5"]]
+    asked, score = [], judge.score
+    monkeypatch.setattr(judge, "score", lambda texts: (asked.append(texts), score(texts))[1])
+    judge.learn(config, 1, 20)
+    assert judge.pairs == [] and len(judge.replay) == 5 and {len(texts) for texts in asked} == {128}
+    for better, worse in judge.replay:
+        assert score([better])[0] > score([worse])[0]
+    del asked[:]
+    judge.pairs = [["new", "pair"]]
+    monkeypatch.setattr(judge, "score", lambda texts: (asked.append(texts), score(["1"] * len(texts)))[1])
+    judge.learn(config, 2, 3)
+    assert [texts[:64].count("new") for texts in asked] == [48] * 3 and len(judge.replay) == 6      # a quarter of each batch is replayed
+    judge.learn(config, 3, 3)
+    assert len(asked) == 3                                                                # nothing new: nothing to do
+
+
+def test_with_a_learned_reward_its_score_alone_counts_and_the_truth_ranks(models, data):
+    config, rewards = grpo.GRPOConfig(**OPTIONS, train_reward_model=True), torch.tensor([[5.0, 0.0], [6.0, 1.0]])
+    assert grpo.total_reward(rewards, config).tolist() == [5.0, 6.0]
+    assert grpo.total_reward(rewards, dataclasses.replace(config, train_reward_model=False)).tolist() == [5.0, 7.0]
+    out = data / "out"
+    assert grpo.main(["--model", str(models / "qwen2"), "--dataset", f"{data}/chat.jsonl", "--output_dir", str(out), *QUICK, *EVERYTHING,
+                      "--reward_funcs", f"{data}/my_rewards.py:length", "--reward_weights", "2", "--step_reward_func", "addition_steps",
+                      "--step_separator", ","]) == 2                                      # addition_steps reads text, not messages
+    assert grpo.main(["--model", str(models / "qwen2"), "--dataset", f"{data}/chat.jsonl", "--output_dir", str(out), *QUICK, *EVERYTHING,
+                      "--reward_funcs", f"{data}/my_rewards.py:length", "--reward_weights", "2"]) == 0
+    last = lines_of(out)[-1]
+    assert last["reward"] == pytest.approx(last["rewards/reward_model/mean"]) and last["rewards/length/mean"] < 0
+    pairs, replay = json.loads((out / "checkpoint/run.json").read_text())["pairs"]
+    assert pairs == [] and len(replay) > 0 and all(len(pair) == 2 for pair in replay)
+    transformers.AutoModelForSequenceClassification.from_pretrained(out / "checkpoint/reward_model")
+
+
 # §11 Command line ----------------------------------------------------------------------------------------------------
 
 
@@ -1603,13 +1690,136 @@ def test_resume_refuses_other_options_and_damaged_files(models, data, capsys):
     assert grpo.main([*resume, "--beta", "0.5", "--seed", "42"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "beta = 0.5 (was 0.0)" in error and "seed" not in error
-    for name in ("optimizer.pt", "model.safetensors", "run.json"):
-        file = out / "checkpoint" / name
-        whole = file.read_bytes()
-        file.write_bytes(whole[: len(whole) // 2])
-        assert grpo.main(resume) == 2 and "resume_from_checkpoint: cannot read" in capsys.readouterr().err.splitlines()[-1]
+    for file in sorted((out / "checkpoint").rglob("*.*")):
+        whole, half = file.read_bytes(), file.stat().st_size // 2
+        damages = [None, whole[:half], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]]
+        for damage in damages[: 2 if file.name == "run.json" else 3]:                     # gone, cut off, one bit flipped
+            file.unlink() if damage is None else file.write_bytes(damage)
+            assert grpo.main(resume) == 2 and "resume_from_checkpoint: cannot read" in capsys.readouterr().err.splitlines()[-1], file
         file.write_bytes(whole)
     assert grpo.main(resume) == 0
+
+
+def without_times(folder):
+    return [{k: v for k, v in line.items() if k != "step_time"} for line in lines_of(folder)]
+
+
+def assert_same_files(a, b, names=("model.safetensors", "optimizer.pt")):
+    for name in names:
+        x, y = ((folder / "checkpoint" / name).read_bytes() for folder in (a, b))
+        assert x == y, f"{name} differs"
+
+
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}       # as here: how many threads add up decides the last bit
+EVERYTHING = ["--learning_rate", "1e-3", "--beta", "0.05", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "2",
+              "--top_entropy_quantile", "0.5", "--train_reward_model", "--reward_model_steps", "3"]
+
+
+def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(models, data):
+    common = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--max_steps", "24", "--save_steps", "1",
+              "--reward_funcs", f"{data}/my_rewards.py:length", *EVERYTHING]
+    assert grpo.main([*common, "--output_dir", str(data / "whole")]) == 0
+    out, rng, kills = data / "killed", random.Random(), 0
+    out.mkdir()
+    command = [*common, "--output_dir", str(out)]
+    while kills < 3:
+        process = subprocess.Popen([sys.executable, grpo.module.__file__, *command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ONE_THREAD)
+        done = len(lines_of(out)) if (out / "metrics.jsonl").exists() else 0
+        while process.poll() is None and (not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < done + 3):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))                                                   # a step takes about 0.1 s, half of it the saving
+        process.kill()
+        process.wait()
+        kills += 1
+        command = ["--resume_from_checkpoint", str(out / "checkpoint")]
+    assert grpo.main(command) == 0
+    assert without_times(out) == without_times(data / "whole") and [line["step"] for line in lines_of(out)] == list(range(1, 25))
+    assert_same_files(out, data / "whole", ("model.safetensors", "reference/model.safetensors", "reward_model/model.safetensors"))
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(models, data, monkeypatch):
+    """Each call that touches the disk is in turn the last one; what is found afterwards is the old checkpoint or the new one."""
+    out = data / "out"
+    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--output_dir", str(out)]) == 0
+    settings, config, folder = grpo.read_options({"resume_from_checkpoint": str(out / "checkpoint")})
+    policy, tokenizer = grpo.load_model(folder)
+    state, left = grpo.load_checkpoint(folder, policy, tokenizer, config), [0]
+
+    def dies(f):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return f(*args, **kwargs)
+        return call
+
+    for owner, name in ((os, "rename"), (grpo.module.shutil, "rmtree"), (torch, "save"), (json, "dump"), (type(policy), "save_pretrained")):
+        monkeypatch.setattr(owner, name, dies(getattr(owner, name)))
+    points = 0
+    while True:
+        state.step, points, left[0] = state.step + 1, points + 1, points + 1
+        try:
+            grpo.save_checkpoint(policy, tokenizer, state, config, settings)
+        except Killed:
+            left[0] = 0
+            _, _, found = grpo.read_options({"resume_from_checkpoint": str(out / "checkpoint")})
+            assert json.loads((Path(found) / "run.json").read_text())["step"] in (state.step - 1, state.step)
+            left[0] = 0
+            grpo.save_checkpoint(policy, tokenizer, state, config, settings)              # and the next save finds its way
+        else:
+            break
+    assert points >= 7 and sorted(os.listdir(out)) == ["checkpoint", "curve.png", "metrics.jsonl"]
+
+
+def test_a_full_disk_is_reported_and_loses_nothing(models, data, capsys):
+    import resource
+    out, (soft, hard) = data / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--output_dir", str(out)]
+    assert grpo.main(command) == 0
+    before = (out / "checkpoint/model.safetensors").read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))                         # no file may grow beyond 20 kB
+        assert grpo.main([*command, "--learning_rate", "1e-2", "--save_steps", "1"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo.py:")]
+    assert len(errors) == 3 and "warning: output_dir: cannot write" in errors[0] and "error: output_dir: cannot write" in errors[2]
+    assert (out / "checkpoint/model.safetensors").read_bytes() == before and len(lines_of(out)) == 2
+
+
+def test_a_reward_function_that_raises_is_named_with_its_row_after_a_checkpoint(models, data, capsys):
+    (data / "late.py").write_text("calls = []\ndef row(prompts, completions, **kwargs):\n    calls.append(1)\n"
+                                  "    return [1.0 / (len(calls) < 3 or p != '37+64=') for p in prompts]\n")
+    (data / "one.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("11+11=", "37+64=")))
+    out = data / "out"
+    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/one.jsonl", "--reward_funcs", f"{data}/late.py:row", *QUICK,
+                      "--max_steps", "5", "--output_dir", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    found = re.search(r"reward function row: ZeroDivisionError: .* at row (\d+), '(.*)' \(the .* columns are prompt.*stopped after step 2; to go on:", error)
+    assert found and int(found[1]) in (0, 4)
+    assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(models, data, capsys, monkeypatch):
+    out, update, calls = data / "out", grpo.update_policy, []
+
+    def explode(policy, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            next(policy.parameters()).data[:] = math.inf
+        return update(policy, *args)
+
+    monkeypatch.setattr(grpo.module, "update_policy", explode)
+    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", "--reward_funcs", f"{data}/my_rewards.py:length", *QUICK,
+                      "--max_steps", "5", "--save_steps", "1", "--output_dir", str(out)]) == 2
+    assert re.search(r"error: step 3: loss is nan, grad_norm is nan", capsys.readouterr().err.splitlines()[-1])
+    assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2 and len(lines_of(out)) == 2
+    weights = safetensors.torch.load_file(out / "checkpoint/model.safetensors")
+    assert all(w.isfinite().all() for w in weights.values())
 
 
 def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
@@ -1673,20 +1883,43 @@ def test_explain_prints_a_group_token_by_token(models, data, capsys):
     assert re.search(r"rewards \[.*\], mean -?\d+\.\d{4}, std \d+\.\d{4}", text)
 
 
-def test_two_processes_give_the_run_of_one(models, data):
-    command = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--max_steps", "3", "--learning_rate", "1e-3",
-               "--beta", "0.05", "--num_iterations", "2"]
-    runs = {}
-    for processes in (1, 2):
-        out = data / f"out{processes}"
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", grpo.module.__file__,
-                               *command, "--output_dir", str(out)], capture_output=True, text=True, timeout=300)
+def torchrun(processes, *arguments):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", grpo.module.__file__,
+                           *map(str, arguments)], capture_output=True, text=True, timeout=300, env=ONE_THREAD)
+
+
+def test_several_processes_give_the_run_of_one(models, data):
+    (data / "my.py").write_text("def steps(steps, **kwargs):\n    return [[float(len(text)) for text in row] for row in steps]\n"
+                                "def short(completions, **kwargs):\n    return [None if '7' in text else -float(len(text)) for text in completions]\n")
+    command = ["--model", models / "llama", "--dataset", data / "text.jsonl", *QUICK, "--generation_batch_size", "16", "--max_steps", "4",
+               "--reward_funcs", f"{data}/my.py:short", "--step_reward_func", f"{data}/my.py:steps", "--step_separator", "1", *EVERYTHING]
+    assert grpo.main([*map(str, command), "--output_dir", str(data / "1")]) == 0
+    for processes, extra in ((2, ["--per_device_train_batch_size", "3"]), (4, []), (2, ["--fsdp", "--per_device_train_batch_size", "3"])):
+        out = data / f"{processes}{len(extra)}"
+        done = torchrun(processes, *command, *extra, "--output_dir", out)
         assert done.returncode == 0, done.stderr[-2000:]
-        runs[processes] = lines_of(out)
-    for one, two in zip(runs[1], runs[2]):
-        del one["step_time"], two["step_time"]
-        assert two == pytest.approx(one, abs=1e-4)
-    assert len(runs[1]) == len(runs[2]) == 3
+        for one, several in zip(without_times(data / "1"), without_times(out), strict=True):
+            assert several == pytest.approx(one, abs=1e-4, rel=1e-5)
+        for part in ("", "reference/", "reward_model/"):
+            a, b = (safetensors.torch.load_file(folder / f"checkpoint/{part}model.safetensors") for folder in (data / "1", out))
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0)
+    done = torchrun(2, "--resume_from_checkpoint", out / "checkpoint", "--fsdp", "--output_dir", data / "resumed")       # sharded, and loaded again
+    assert done.returncode == 0 and not (data / "resumed/metrics.jsonl").exists(), done.stderr[-2000:]
+
+
+def test_a_process_that_dies_ends_the_job(models, data):
+    (data / "die.py").write_text("import os, signal\ncalls = []\n"
+                                 "def die(completions, **kwargs):\n    calls.append(1)\n"
+                                 "    if len(calls) == 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    return [1.0] * len(completions)\n"
+                                 "def fail(completions, **kwargs):\n    calls.append(1)\n"
+                                 "    return [1.0 / (len(calls) < 2 or os.environ['RANK'] == '0')] * len(completions)\n")
+    command = ["--model", models / "llama", "--dataset", data / "text.jsonl", *QUICK, "--max_steps", "4", "--output_dir", data / "out", "--reward_funcs"]
+    done = torchrun(2, *command, f"{data}/die.py:die")
+    assert done.returncode != 0 and "grpo.py: error: lost the other processes" in done.stderr and "Signal 9 (SIGKILL)" in done.stderr
+    done = torchrun(2, *command, f"{data}/die.py:fail")                                   # an error in one process alone ends both, saved
+    assert done.returncode != 0 and "reward function fail: ZeroDivisionError" in done.stderr and "failed in another process" in done.stderr
+    assert json.loads((data / "out/checkpoint/run.json").read_text())["step"] == 1
 
 
 def test_import_pulls_in_nothing_heavy():
