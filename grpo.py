@@ -1447,7 +1447,8 @@ def shard(model):
 # (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
-            per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=55)
+            per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=20,
+            reward_model_steps=200, reward_model_learning_rate=5e-4)
 REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
 SETTINGS = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "step_reward_func": None,
             "before": None}                                               # what a run needs beside its GRPOConfig

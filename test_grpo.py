@@ -1466,6 +1466,19 @@ def test_masked_truncated_completions_and_low_entropy_tokens_have_advantage_zero
     assert torch.equal(A != 0, grpo.top_entropy_mask(rollout.entropies, rollout.completion_mask, 0.3) != 0)
 
 
+def test_the_entropy_quantile_is_that_of_all_processes(monkeypatch):
+    config = grpo.GRPOConfig(**OPTIONS, top_entropy_quantile=0.3)
+    _, rollout, _ = rollout_and_advantages(config, [1.0] * 8)
+    whole = grpo.compute_advantages(torch.arange(8.0)[:, None], rollout, config)
+    halves = [dataclasses.replace(rollout, completion_mask=rollout.completion_mask[rows], entropies=rollout.entropies[rows],
+                                  sampling_logps=rollout.sampling_logps[rows]) for rows in (slice(4), slice(4, 8))]
+    room = lambda x: torch.nn.functional.pad(x, (0, 10 - x.size(1)))
+    for rank, own in enumerate(halves):
+        monkeypatch.setattr(grpo.module, "gather", lambda x: torch.cat([room(getattr(h, "entropies" if x.is_floating_point() else "completion_mask")) for h in halves]))
+        monkeypatch.setattr(grpo.module, "own_share", lambda rows: rows[4 * rank : 4 * rank + 4])
+        assert torch.equal(grpo.compute_advantages(torch.arange(8.0)[:, None], own, config), whole[4 * rank : 4 * rank + 4])
+
+
 def test_epochs_are_shuffled_and_complete():
     config = grpo.GRPOConfig(num_generations=2, generation_batch_size=6)                  # 3 prompts a step
     seen = [row for step in range(14) for row in grpo.sample_batch(list(range(7)), config, step)]
@@ -1712,7 +1725,7 @@ def assert_same_files(a, b, names=("model.safetensors", "optimizer.pt")):
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}       # as here: how many threads add up decides the last bit
 EVERYTHING = ["--learning_rate", "1e-3", "--beta", "0.05", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "2",
-              "--top_entropy_quantile", "0.5", "--train_reward_model", "--reward_model_steps", "3"]
+              "--train_reward_model", "--reward_model_steps", "3"]
 
 
 def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(models, data):
