@@ -843,7 +843,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
 @torch.no_grad()
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids, num_generations=1, pad_token_id=0,
-             temperature=1.0, uniforms=None):
+             temperature=1.0, uniforms=None, static_cache=False):
     """Sample G completions for each prompt, and record what the policy thought of each token.
 
     o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a token, so
@@ -859,14 +859,17 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
         pad_token_id: what stands behind an EOS; it may be an EOS id itself.
         temperature: > 0.
         uniforms: (P·G, T) numbers in [0, 1), or None to take the most likely word (greedy).
+        static_cache: reserve the KV cache for T tokens at once, so that on a GPU one CUDA graph serves all steps.
     Returns:
         completion_ids, completion_mask, logps, entropies: each (P·G, T'), T' <= T; logps and entropies in nats.
     """
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
 
     _check(prompt_ids=(prompt_ids, "int P L"), prompt_mask=(prompt_mask, "any P L"), temperature=(temperature, "> 0"),
            max_completion_length=(max_completion_length, "> 0, whole"), num_generations=(num_generations, "> 0, whole"))
-    B, T, device = len(prompt_ids) * num_generations, max_completion_length, prompt_ids.device
+    (P, L), T, device = prompt_ids.shape, max_completion_length, prompt_ids.device
+    B = P * num_generations
     eos = torch.as_tensor(eos_token_ids, device=device).reshape(-1)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     cache = DynamicCache(config=model.config)
@@ -878,11 +881,15 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
     mask = (prompt_mask != 0).long()                                                                     # (P, L)
     logits = next_logits(prompt_ids.masked_fill(mask == 0, 0), mask).repeat_interleave(num_generations, 0)   # (B, V)
-    cache.batch_repeat_interleave(num_generations)
     mask = torch.nn.functional.pad(mask.repeat_interleave(num_generations, 0), (0, T), value=1)          # (B, L+T)
     completion_ids = torch.full((B, T), pad_token_id, device=device)
     logps, entropies = torch.zeros(2, B, T, device=device)
     rows = torch.arange(B, device=device)                                 # those that the model still works on
+    static_cache = static_cache and all(type(layer) is DynamicLayer for layer in cache.layers)     # no sliding window
+    if static_cache:
+        cache, static_step = static_decoder(model, cache, rows // num_generations, mask, L)
+    else:
+        cache.batch_repeat_interleave(num_generations)
     for t in range(T):
         logp = logits.log_softmax(1)                                                                     # (rows, V)
         if uniforms is None:
@@ -901,12 +908,60 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             if all_reduce(torch.tensor(len(live), device=device)) == 0:   # several processes keep step: fsdp needs that
                 break
             if 0 < len(live) <= len(rows) / 2:                            # the ended rows leave once that pays for the copy
-                cache.batch_select_indices(live)
                 rows, token, mask = rows[live], token[live], mask[live]
-        logits = next_logits(token.unsqueeze(1), mask[:, : prompt_ids.size(1) + t + 1])
+                if static_cache:
+                    cache, static_step = static_decoder(model, cache, live, mask, L + t)
+                else:
+                    cache.batch_select_indices(live)
+        logits = static_step(token) / temperature if static_cache else next_logits(token.unsqueeze(1), mask[:, : L + t + 1])
     real = completion_mask(completion_ids[:, : t + 1], eos)                                              # (B, T')
     return (completion_ids[:, : t + 1].masked_fill(real == 0, pad_token_id), real,
             logps[:, : t + 1].masked_fill(real == 0, 0), entropies[:, : t + 1].masked_fill(real == 0, 0))
+
+
+def static_decoder(model, cache, rows, mask, length):
+    """Copy these rows of a cache's first `length` tokens to one whose shapes never change, as long as the mask, and return it
+    with the function that feeds it a token (rows,) and gives the next logits (rows, V)."""
+    from transformers import StaticCache
+    static = StaticCache(config=model.config, max_cache_len=mask.size(1))
+    for i, layer in enumerate(cache.layers):
+        static.update(layer.keys[rows, :, :length], layer.values[rows, :, :length], i)
+    ids, positions = torch.zeros_like(mask[:, :1]), mask[:, :length].sum(1, keepdim=True)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def forward():
+        where = {"position_ids": positions} if takes_positions else {}
+        return model(input_ids=ids, attention_mask=mask, past_key_values=static, use_cache=True, **where).logits[:, -1].float()
+
+    launch = cuda_graph(forward, [layer.cumulative_length for layer in static.layers]) if mask.is_cuda else forward
+
+    def step(token):
+        ids.copy_(token.unsqueeze(1))
+        result = launch()
+        positions.add_(1)
+        return result
+
+    return static, step
+
+
+def cuda_graph(forward, lengths):
+    """Record forward's kernels; the function returned launches them all at once. Its own calls leave the cache's lengths as
+    they were (what they wrote behind them, the next token overwrites)."""
+    before = [length.clone() for length in lengths]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        forward()                                                         # what is set up only once must not be in the record
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = forward()
+    for length, n in zip(lengths, before):
+        length.copy_(n)
+
+    def launch():
+        graph.replay()
+        return logits
+
+    return launch
 
 
 @dataclass
@@ -941,7 +996,8 @@ def sample_rollout(policy, tokenizer, batch, config, step):
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, real, logps, entropies = generate(
             policy, ids, mask, max_completion_length=config.max_completion_length, eos_token_ids=eos, num_generations=G,
-            pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=own_share(uniforms).to(device))
+            pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=own_share(uniforms).to(device),
+            static_cache=device.type == "cuda" and not config.fsdp)
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return Rollout(
         prompts=[prompt for prompt in prompts for _ in range(G)],

@@ -11,6 +11,7 @@ To run the same properties against your own file, with the functions that it has
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -1320,6 +1321,55 @@ def test_a_prompt_is_read_once_and_ended_rows_leave():
     assert rows[0] == 24 and rows == sorted(rows, reverse=True) and rows[-1] < 24
     live = [int((mask[:, t] > 0).sum()) for t in range(1, mask.size(1))]
     assert all(l <= r < max(2 * l, l + 1) + (r == 24) * 24 for l, r in zip(live, rows))   # never twice the rows that live
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_a_static_cache_gives_the_same_samples(kind):
+    model, (ids, mask) = make_model(kind), (torch.randint(2, 20, (3, 6)), torch.ones(3, 6).long())
+    mask[0, :3] = 0
+    options = dict(max_completion_length=20, eos_token_ids=[1, 5, 7], num_generations=4, uniforms=torch.rand(12, 20), temperature=0.8)
+    widths = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["attention_mask"].shape), with_kwargs=True)
+    dynamic, static = grpo.generate(model, ids, mask, **options), (widths.clear(), grpo.generate(model, ids, mask, **options, static_cache=True))[1]
+    assert torch.equal(dynamic[0], static[0]) and torch.equal(dynamic[1], static[1])
+    for a, b in zip(dynamic[2:], static[2:]):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
+    assert {width for _, width in widths[1:]} == {26} and len({rows for rows, _ in widths}) >= 3     # one shape until rows leave
+
+
+def test_a_sliding_window_keeps_its_own_cache():
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**TINY_SHAPE, vocab_size=20, sliding_window=8)).eval()
+    options = dict(max_completion_length=12, eos_token_ids=1, num_generations=2, uniforms=torch.rand(4, 12))
+    ids, mask = torch.randint(2, 20, (2, 6)), torch.ones(2, 6).long()
+    assert torch.equal(grpo.generate(model, ids, mask, **options)[0], grpo.generate(model, ids, mask, **options, static_cache=True)[0])
+
+
+def test_a_cuda_graph_is_recorded_after_a_warm_up_and_leaves_the_lengths_alone(monkeypatch):
+    """The protocol, with stand-ins for the GPU: a graph replays what was called while it recorded."""
+    events, length, output = [], torch.tensor(7), torch.zeros(2)
+
+    class Graph:
+        def replay(self):
+            events.append("replay")
+            forward()
+
+    def forward():
+        events.append("forward")
+        length.add_(1)
+        return output.add_(1)
+
+    @contextlib.contextmanager
+    def during(what):
+        events.append("record" if isinstance(what, Graph) else what)
+        yield
+        events.append("end")
+
+    for name, stand_in in (("Stream", lambda: "side stream"), ("stream", during), ("synchronize", lambda: events.append("wait")), ("CUDAGraph", Graph), ("graph", during)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    launch = grpo.cuda_graph(forward, [length])
+    assert events == ["side stream", "forward", "end", "wait", "record", "forward", "end"] and length == 7
+    assert launch() is output and length == 8 and events[-2:] == ["replay", "forward"]
 
 
 def test_greedy_takes_the_most_likely_word():
