@@ -1994,10 +1994,11 @@ def test_import_pulls_in_nothing_heavy():
 @own_only
 def test_the_readme_names_what_exists():
     text, tests = README.read_text(), Path(__file__).read_text()
-    rows = re.findall(r"^\| .* \| `(\w+)` \| `(test_\w+)` \|$", text, re.M)
+    rows = re.findall(r"^\| .* \| `(\w+)` \| `(test_\w+)` \| \[.*\]\((\S+)\) \|$", text, re.M)
     assert len(rows) >= 16
-    for function, test in rows:
+    for function, test, example in rows:
         assert callable(getattr(grpo, function)) and f"def {test}(" in tests
+        assert function in (HERE / example).read_text() or function == "train"
     assert len(text.splitlines()) <= 120 and "python -m pytest -q test_grpo.py" in text
 
 
