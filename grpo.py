@@ -1879,42 +1879,119 @@ def main(argv=None):
         return 130
 
 
+class Journal:
+    """What a run shows and leaves behind: progress bar, metrics.jsonl, checkpoint/, curve.png. One process writes and draws."""
+
+    def __init__(self, policy, tokenizer, state, config, settings, folder):
+        from tqdm import tqdm
+        self.parts, self.state, self.config = (policy, tokenizer, state, config, settings), state, config
+        self.path, self.lines = os.path.join(config.output_dir, "metrics.jsonl"), []
+        if folder is not None and os.path.exists(self.path):
+            with reading(folder), open(self.path) as file:                # what came after the checkpoint is done, and logged, again
+                self.lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= state.step]
+        self.signals, self.fresh, self.unsaved, self.started = [], True, None, time.perf_counter()
+        self.bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True, disable=rank_and_world()[0] > 0)
+
+    def report(self, state, metrics):
+        stop = all_reduce(torch.tensor(len(self.signals), device=default_device())).item() > 0     # all processes, at one step
+        if rank_and_world()[0] == 0 and state.step % self.config.logging_steps == 0:
+            metrics = {name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - self.started}
+            self.write(json.dumps(metrics) + "\n")
+        shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy",
+                 "clip": "clip_ratio/region_mean"}
+        self.bar.set_postfix({name: metrics[key] for name, key in shown.items() if key in metrics}, refresh=False)
+        self.bar.update()
+        if stop or state.step % self.config.save_steps == 0 or state.step == self.config.max_steps:
+            self.save()
+        self.started = time.perf_counter()
+        return stop
+
+    def write(self, line):
+        """Append to metrics.jsonl; the first line replaces an earlier run's file, which stays until there is news."""
+        self.lines.append(line)
+        os.makedirs(self.config.output_dir, exist_ok=True)
+        with open(self.path + ".new" * self.fresh, "w" if self.fresh else "a") as file:
+            file.writelines(self.lines if self.fresh else [line])
+        if self.fresh:
+            os.replace(self.path + ".new", self.path)
+        self.fresh = False
+
+    def save(self):
+        try:
+            self.unsaved = save_checkpoint(*self.parts)
+        except OSError as error:                                          # the run goes on: the next one may find room
+            self.unsaved = error
+            self.bar.write(f"grpo.py: warning: {error}", file=sys.stderr)
+
+    def how_to_go_on(self):
+        return f"stopped after step {self.state.step}; to go on: python grpo.py --resume_from_checkpoint {self.config.output_dir}/checkpoint"
+
+    def watch(self, train):
+        """Train until the end, or the end of the step in which Ctrl-C or SIGTERM comes."""
+        signals = {number: signal.signal(number, lambda number, frame: self.signals.append(number))
+                   for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            train(state=self.state, report=self.report)
+        except RewardError as error:
+            if self.bar.n == self.bar.initial:                            # no step was done that could be lost
+                raise
+            self.save()
+            raise RewardError(f"{error}; {self.how_to_go_on()}") from error
+        finally:
+            self.bar.close()
+            for number, handler in signals.items():
+                signal.signal(number, handler)
+        if self.unsaved is not None:
+            raise self.unsaved
+        if rank_and_world()[0] == 0 and self.lines:
+            plot_curve(list(map(json.loads, self.lines)), os.path.join(self.config.output_dir, "curve.png"))
+
+
+def check_run(given, config, settings):
+    """What GRPOConfig cannot check by itself."""
+    world, prompts = rank_and_world()[1], config.generation_batch_size // config.num_generations
+    if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
+        raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
+    if prompts % world:
+        raise ValueError(f"generation_batch_size: got {prompts} prompts a step; allowed is a multiple of the {world} processes")
+    if config.fsdp and not torch.distributed.is_initialized() or "explain" in given and world > 1:
+        raise ValueError("fsdp, explain: allowed is --fsdp with torchrun, and --explain without it")
+    if config.reward_weights and len(config.reward_weights) != len(settings["reward_funcs"]):
+        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(settings['reward_funcs'])} reward functions; "
+                         "allowed is one for each")
+
+
+def load_policy(settings, config, folder):
+    """The policy as the run begins, and its tokenizer; with fsdp on the CPU, until its weights are spread."""
+    device = torch.device("cpu") if config.fsdp else default_device()
+    if folder is not None:
+        with reading(folder):
+            return load_model(folder, device=device)
+    if settings["model"] == "tiny":
+        tokenizer = tiny_tokenizer()
+        return tiny_model(tokenizer, config.seed).to(device), tokenizer
+    return load_model(settings["model"], device=device)
+
+
 def run(given):
     """The command line; `given` holds the flags that were typed, and no others."""
-    from tqdm import tqdm
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if "TORCHELASTIC_RUN_ID" in os.environ:                               # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank, world = rank_and_world()
     say = print if rank == 0 else lambda text: None
     settings, config, folder = read_options(given)
-    tiny, device = settings["model"] == "tiny", torch.device("cpu") if config.fsdp else default_device()
-    if os.path.exists(config.output_dir) and not os.path.isdir(config.output_dir):
-        raise ValueError(f"output_dir: got {config.output_dir}, which is a file; allowed is a folder")
-    if config.generation_batch_size // config.num_generations % world:
-        raise ValueError(f"generation_batch_size: got {config.generation_batch_size // config.num_generations} prompts a step; "
-                         f"allowed is a multiple of the {world} processes")
-    if config.fsdp and not torch.distributed.is_initialized() or "explain" in given and world > 1:
-        raise ValueError("fsdp, explain: allowed is --fsdp with torchrun, and --explain without it")
-    if folder is not None:
-        with reading(folder):
-            policy, tokenizer = load_model(folder, device=device)
-    elif tiny:
-        tokenizer = tiny_tokenizer()
-        policy = tiny_model(tokenizer, config.seed).to(device)
-    else:
-        policy, tokenizer = load_model(settings["model"], device=device)
+    check_run(given, config, settings)
+    tiny = settings["model"] == "tiny"
+    policy, tokenizer = load_policy(settings, config, folder)
     dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
     check_context(policy, tokenizer, dataset, config)
     reward_funcs = [load_reward_func(name, config) for name in settings["reward_funcs"]]
     step_reward_func = load_reward_func(settings["step_reward_func"], config) if settings["step_reward_func"] else None
-    if config.reward_weights and len(config.reward_weights) != len(reward_funcs):
-        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(reward_funcs)} reward functions; allowed is "
-                         "one for each")
     if tiny and folder is None:
         cold_start(policy, tokenizer, dataset, config.seed)
     for p in policy.parameters() if world > 1 else ():
@@ -1925,82 +2002,28 @@ def run(given):
     if tiny and folder is None:
         settings["before"] = solve(policy, tokenizer, held_out, config, "before GRPO:")
 
-    path, lines = os.path.join(config.output_dir, "metrics.jsonl"), []
     if folder is None:
         judge = build_reward_model(policy, tokenizer, config) if config.train_reward_model else None
         state = initial_state(policy, config)
         state.reward_model = judge
+        if judge is not None:
+            teach_reward_model(policy, tokenizer, dataset, reward_funcs, judge, config)
     else:
         with reading(folder):
             state = load_checkpoint(folder, policy, tokenizer, config)
-            if os.path.exists(path):
-                with open(path) as file:      # what came after the checkpoint is done, and logged, again
-                    lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= state.step]
-    if state.reward_model is not None:
-        if folder is None:
-            teach_reward_model(policy, tokenizer, dataset, reward_funcs, state.reward_model, config)
-        reward_funcs.insert(0, state.reward_model)
+    reward_funcs = [f for f in (state.reward_model, *reward_funcs) if f is not None]
     say("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the "
         "gradient is not 0. Watch the reward.")
-    bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True, disable=rank > 0)
-    started, fresh, signals, unsaved = time.perf_counter(), True, [], None
-
-    def save():
-        nonlocal unsaved
-        try:
-            unsaved = save_checkpoint(policy, tokenizer, state, config, settings)
-        except OSError as error:                                          # the run goes on: the next one may find room
-            unsaved = error
-            bar.write(f"grpo.py: warning: {error}", file=sys.stderr)
-
-    def report(state, metrics):
-        nonlocal fresh, started
-        stop = all_reduce(torch.tensor(len(signals), device=default_device())).item() > 0   # all processes end at one step
-        if rank == 0 and state.step % config.logging_steps == 0:
-            metrics = {name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - started}
-            lines.append(json.dumps(metrics) + "\n")
-            os.makedirs(config.output_dir, exist_ok=True)
-            with open(path + ".new" * fresh, "w" if fresh else "a") as file:      # an earlier file stays until there is news
-                file.writelines(lines if fresh else lines[-1:])
-            if fresh:
-                os.replace(path + ".new", path)
-            fresh = False
-        shown = dict(reward="reward", accuracy="rewards/accuracy_reward/mean", kl="kl", entropy="entropy", clip="clip_ratio/region_mean")
-        bar.set_postfix({name: metrics[key] for name, key in shown.items() if key in metrics}, refresh=False)
-        bar.update()
-        if stop or state.step % config.save_steps == 0 or state.step == config.max_steps:
-            save()
-        started = time.perf_counter()
-        return stop
-
-    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        train(policy, tokenizer, dataset, reward_funcs, config, state=state, step_reward_func=step_reward_func, report=report)
-    except RewardError as error:
-        if bar.n == bar.initial:                                          # no step was done that could be lost
-            raise
-        save()
-        raise RewardError(f"{error}; {how_to_go_on(state, config)}") from error
-    finally:
-        bar.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if unsaved is not None:
-        raise unsaved
-    if rank == 0 and lines:
-        plot_curve(list(map(json.loads, lines)), os.path.join(config.output_dir, "curve.png"))
+    journal = Journal(policy, tokenizer, state, config, settings, folder)
+    journal.watch(functools.partial(train, policy, tokenizer, dataset, reward_funcs, config, step_reward_func=step_reward_func))
     say(f"metrics.jsonl, curve.png and checkpoint are in {config.output_dir}")
-    if signals:
-        say(how_to_go_on(state, config))
-        return 128 + signals[0]
+    if journal.signals:
+        say(journal.how_to_go_on())
+        return 128 + journal.signals[0]
     if tiny:
         after = solve(policy, tokenizer, held_out, config, "after GRPO:")
         say(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
     return 0
-
-
-def how_to_go_on(state, config):
-    return f"stopped after step {state.step}; to go on: python grpo.py --resume_from_checkpoint {config.output_dir}/checkpoint"
 
 
 if __name__ == "__main__":
