@@ -1129,8 +1129,9 @@ class TrainState:
 def initial_state(policy, config):
     from transformers import get_scheduler
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
-    for model in (policy, reference) if config.fsdp else ():
-        shard(model)
+    for model in (policy, reference):
+        if config.fsdp and model is not None:
+            shard(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     updates = config.max_steps * config.num_iterations
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates)
@@ -1157,7 +1158,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_
     policy.eval()  # no dropout: with it, scorer and sampler would disagree, and ρ ≠ 1 on-policy
     M = config.iteration_steps
     while state.step < config.max_steps:                                                                 # 2
-        if state.step % M == 0:
+        if state.step == 0 or config.sync_ref_model and state.step % M == 0:
             refresh_reference(state.reference, policy)                                                   # 3: π_ref ← π_θ
         for _ in range(state.step, min(config.max_steps, state.step - state.step % M + M)):              # 4
             batch = sample_batch(dataset, config, state.step)                                            # 5

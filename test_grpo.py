@@ -1435,6 +1435,15 @@ def test_train_is_algorithm_1(monkeypatch):
     step = lambda i, ref: [f"batch {i}", f"sample with {2 * i}", "rewards", "advantages", f"reference {ref}", "update", "update", "report"]
     assert events == step(0, 0) + step(1, 0) + step(2, 4) + step(3, 4) + step(4, 8) and state.step == 5
     assert len(inspect.getsource(grpo.train).splitlines()) <= 60
+    del events[:]
+    policy.weight.data.zero_()
+    judge = types.SimpleNamespace()
+    monkeypatch.setattr(grpo.module, "update_reward_model", lambda state, *a: events.append(f"judge after {state.step}"))
+    config, state = dataclasses.replace(config, sync_ref_model=False, train_reward_model=True, max_steps=3), None
+    state = grpo.initial_state(policy, config)
+    state.reward_model = judge
+    grpo.train(policy, None, None, [], config, state=state)
+    assert [e for e in events if e[:3] in ("ref", "jud")] == [f"{e}" for i in (1, 2, 3) for e in ("reference 0", f"judge after {i}")]
 
 
 def rollout_and_advantages(config, advantages, kind="llama"):
