@@ -885,6 +885,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     completion_ids = torch.full((B, T), pad_token_id, device=device)
     logps, entropies = torch.zeros(2, B, T, device=device)
     rows = torch.arange(B, device=device)                                 # those that the model still works on
+    ended = torch.zeros(B, dtype=torch.bool, device=device)
     static_cache = static_cache and all(type(layer) is DynamicLayer for layer in cache.layers)     # no sliding window
     if static_cache:
         cache, static_step = static_decoder(model, cache, rows // num_generations, mask, L)
@@ -892,23 +893,25 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
         cache.batch_repeat_interleave(num_generations)
     for t in range(T):
         logp = logits.log_softmax(1)                                                                     # (rows, V)
+        p = logp.exp()
         if uniforms is None:
             token = logp.argmax(1)
         else:
-            cdf = logp.exp().cumsum(1)
+            cdf = p.cumsum(1)
             token = torch.searchsorted(cdf, uniforms[rows, t, None] * cdf[:, -1:], right=True).squeeze(1)
             token = token.clamp(max=cdf.size(1) - 1)                      # u·Σp may round up to Σp itself
         completion_ids[rows, t] = token
         logps[rows, t] = logp.gather(1, token.unsqueeze(1)).squeeze(1)
-        entropies[rows, t] = torch.special.entr(logp.exp()).sum(1)
+        entropies[rows, t] = torch.special.entr(p).sum(1)
+        ended = ended | torch.isin(token, eos)
         if t + 1 == T:
             break
         if device.type == "cpu" or t % 16 == 15:                          # on a GPU, looking at the tokens halts the queue
-            live = (~torch.isin(completion_ids[rows, : t + 1], eos).any(1)).nonzero().squeeze(1)
+            live = (~ended).nonzero().squeeze(1)
             if all_reduce(torch.tensor(len(live), device=device)) == 0:   # several processes keep step: fsdp needs that
                 break
             if 0 < len(live) <= len(rows) / 2:                            # the ended rows leave once that pays for the copy
-                rows, token, mask = rows[live], token[live], mask[live]
+                rows, token, mask, ended = rows[live], token[live], mask[live], ended[live]
                 if static_cache:
                     cache, static_step = static_decoder(model, cache, live, mask, L + t)
                 else:
