@@ -112,7 +112,8 @@ def accuracy_reward(completions, solution, **kwargs):
     from fractions import Fraction
 
     def number(text):  # "1,000" -> 1000, "1/2" -> ½, prose -> None
-        plain = re.fullmatch(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/(\d{1,3}(,\d{3})+|\d+))?\s*", text)
+        text = text.strip()
+        plain = re.fullmatch(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?(/(\d{1,3}(,\d{3})+|\d+))?", text)
         try:
             return Fraction(text.replace(",", "")) if plain else None
         except (ValueError, ZeroDivisionError):  # no digit at all, more of them than Python converts, or x/0

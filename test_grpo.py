@@ -146,7 +146,7 @@ def test_accuracy(answer, solution, reward):
 
 def test_accuracy_rows_and_hostile_text():
     assert grpo.accuracy_reward(["1", "2", "3"], ["1", "3", "x y"]) == [1.0, 0.0, None]
-    hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 15_000, "</think>" * 12_000, "1,234" * 20_000, "<think>" * 14_000]
+    hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 15_000, "</think>" * 12_000, "1,234" * 20_000, "<think>" * 14_000, " " * 100_000 + "x", "\n" * 100_000 + "x"]
     assert grpo.accuracy_reward(hostile, ["7"] * len(hostile)) == [0.0] * len(hostile)
     with pytest.raises(ValueError, match="^solution: got 1 for 2 completions; allowed is"):
         grpo.accuracy_reward(["1", "2"], ["1"])
