@@ -33,7 +33,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 HERE = Path(__file__).resolve().parent
@@ -1510,6 +1510,46 @@ def test_the_first_of_mu_updates_finds_the_old_logps_and_the_second_uses_them():
     assert first["clip_ratio/region_mean"] == 0.0 < second["clip_ratio/region_mean"]
 
 
+def test_rewards_reach_the_prompt_that_they_belong_to():
+    config, problems = grpo.GRPOConfig(**OPTIONS), grpo.tiny_problems(0)[0][:2]
+    tokenizer = grpo.tiny_tokenizer()
+    rollout = grpo.sample_rollout(make_model("llama"), tokenizer, problems, config, 0)
+    assert rollout.prompts == [p["prompt"] for p in problems for _ in range(4)]
+    assert rollout.columns == {"solution": [p["solution"] for p in problems for _ in range(4)]}
+    assert [text.replace("<pad>", "") for text in tokenizer.batch_decode(rollout.prompt_ids)] == rollout.prompts
+    assert torch.equal(rollout.lengths, rollout.completion_mask.sum(1)) and rollout.lengths.unique().numel() > 1
+
+
+def test_every_eos_id_ends_a_completion():
+    model = make_model("llama")
+    assert grpo.eos_token_ids(model, grpo.tiny_tokenizer()) == sorted({1, model.generation_config.eos_token_id} - {None})
+    model.generation_config.eos_token_id = [5, 7]
+    assert grpo.eos_token_ids(model, grpo.tiny_tokenizer()) == [1, 5, 7]
+    rollout = grpo.sample_rollout(model, grpo.tiny_tokenizer(), grpo.tiny_problems(0)[0][:2], grpo.GRPOConfig(**OPTIONS), 0)
+    last = rollout.completion_ids.gather(1, rollout.lengths[:, None] - 1).squeeze(1)
+    assert torch.equal(rollout.terminated, torch.isin(last, torch.tensor([1, 5, 7]))) and torch.isin(last, torch.tensor([5, 7])).any()
+
+
+def test_the_logged_entropy_is_that_of_the_distributions():
+    config = grpo.GRPOConfig(**OPTIONS)
+    model, rollout, A = rollout_and_advantages(config, [1.0, -1.0] * 4)
+    state, rewards = grpo.initial_state(model, config), torch.arange(8.0)[:, None]
+    metrics = grpo.step_metrics(state, rollout, rewards, grpo.update_policy(model, state, rollout, A, config), [len], config)
+    _, entropies = grpo.per_token_logps(make_model("llama"), rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, compute_entropy=True)
+    assert metrics["entropy"] == pytest.approx((entropies.sum() / rollout.completion_mask.sum()).item(), rel=1e-5)
+    assert metrics["rewards/len/mean"] == metrics["reward"] == 3.5 and metrics["frac_reward_zero_std"] == 0.0
+
+
+def test_the_gradient_is_that_of_all_processes(monkeypatch):
+    """With two processes that do the same, sums double and normalisers double: the gradient is that of one."""
+    config = grpo.GRPOConfig(**OPTIONS)
+    one, metrics, *_ = gradient_of_update(config, [1.0, -1.0, 0.5, -0.5] * 2)
+    monkeypatch.setattr(grpo.module, "all_reduce", lambda x: x.mul_(2))
+    two, both, *_ = gradient_of_update(config, [1.0, -1.0, 0.5, -0.5] * 2)
+    torch.testing.assert_close(one, two)
+    assert both == pytest.approx(metrics, rel=1e-5)
+
+
 def test_masked_truncated_completions_and_low_entropy_tokens_have_advantage_zero():
     config = grpo.GRPOConfig(**OPTIONS, mask_truncated_completions=True)
     _, rollout, _ = rollout_and_advantages(config, [1.0] * 8)
@@ -2047,3 +2087,35 @@ def test_a_wrong_number_in_a_page_points_into_the_page(tmp_path):
     with pytest.raises(AssertionError) as failure:
         run_fences(page)
     assert failure.traceback[-1].path == page and failure.traceback[-1].lineno + 1 == 9
+
+
+def exhibits():
+    """The bug museum's patches: number, the old and new text of each hunk, and the tests that must catch it."""
+    for exhibit in (EXAMPLES / "bug_museum.md").read_text().split("\n## ")[1:]:
+        diff = re.search(r"```diff\n(.*?)\n```", exhibit, re.S)[1]
+        hunks = [[[line[1:] for line in hunk.splitlines() if line[:1] in sides] for sides in (" -", " +")] for hunk in diff.split("\n@@\n")]
+        yield pytest.param(hunks, re.findall(r"`(test_\w+)`", exhibit.split("Caught by:")[1]), id=exhibit.split(".")[0])
+
+
+@own_only
+@pytest.mark.parametrize("hunks, tests", list(exhibits()) if OWN else [])
+def test_the_bug_museum(hunks, tests, monkeypatch, tmp_path):
+    source = Path(grpo.module.__file__).read_text()
+    for old, new in (("\n".join(side) for side in hunk) for hunk in hunks):
+        assert source.count(old) == 1, f"the patch no longer fits:\n{old}"
+        source = source.replace(old, new)
+    (tmp_path / "grpo_bug.py").write_text(source)
+    monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(tmp_path / "grpo_bug.py")).module)
+    settings.register_profile("museum", deadline=None, max_examples=40, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("museum")
+    try:
+        assert tests
+        for test in tests:
+            assert pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"{__file__}::{test}"]) == pytest.ExitCode.TESTS_FAILED, f"{test} does not catch it"
+    finally:
+        settings.load_profile("grpo")
+
+
+@own_only
+def test_the_bug_museum_is_open():
+    assert len(list(exhibits())) >= 20
