@@ -1,6 +1,6 @@
 """Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page."""
 
-import json
+import csv
 import sys
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def kl_estimators():
         left.plot(k1[0], grpo.kl_estimate(k1, torch.zeros_like(k1), estimator=name)[0], color=colour, lw=2, label=name)
     left.set(xlabel="log π - log π_ref of the sampled word", ylabel="estimate (nats)", ylim=(-2, 5), title="value for one token")
     left.legend()
-    pi, ref = (torch.tensor(p, dtype=torch.float64) for p in ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]))
+    pi, ref = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
     words = torch.arange(3)
     for i, (name, colour) in enumerate((("k1", GREY), ("k2", ORANGE), ("k3", BLUE))):
         theta = pi.log().clone().requires_grad_()
@@ -77,26 +77,78 @@ def kl_estimators():
         gradient, = torch.autograd.grad((pi * k).sum(), theta)
         second.bar(words + 0.27 * (i - 1), gradient, 0.25, color=colour, label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name])
     second.set(xticks=words, xticklabels=["word 1", "word 2", "word 3"], ylabel="E[gradient] on its logit", title="as a loss: three gradients",
-               ylim=(-0.45, 0.8))
+               ylim=(-0.4, 0.4))
     second.axhline(0, color="black", lw=0.8)
-    second.legend(loc="upper right", fontsize=9)
+    second.legend(loc="lower left", fontsize=9)
     save(figure, "05_kl_estimators.png")
 
 
-def length_weights():
-    """Page 6: what one token, and one whole answer, weighs, for answers of 1 ... 100 tokens beside one of 50."""
-    n = torch.arange(1, 101, dtype=torch.float64)
-    token = {"grpo": 1 / (2 * n), "dapo": 1 / (n + 50), "dr_grpo (L = 100)": torch.full_like(n, 1 / 200)}
+def aggregation():
+    """Page 6: what one token, and one whole answer, weighs when the answer has n tokens and stands beside three of 50."""
+    def weight(loss_type, n):  # of one token of the first row: the gradient of the aggregate
+        mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
+        token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
+        if loss_type == "bnpo":  # two microbatches of two answers, each divided by its own tokens, then the mean of the two
+            loss = sum(grpo.aggregate(token_loss[rows], mask[rows], loss_type="bnpo") for rows in (slice(0, 2), slice(2, 4))) / 2
+        else:
+            loss = grpo.aggregate(token_loss, mask, loss_type=loss_type, max_completion_length=100)
+        return torch.autograd.grad(loss, token_loss)[0][0, 0].item()
+
+    lengths = range(1, 101)
     figure, axes = plt.subplots(1, 2)
-    for (name, weight), colour in zip(token.items(), (RED, BLUE, GREEN)):
-        axes[0].plot(n, weight, color=colour, lw=2, label=name)
-        axes[1].plot(n, weight * n, color=colour, lw=2, label=name)
-    axes[0].set(xlabel="tokens in the answer", ylabel="weight", ylim=(0, 0.06), title="of one of its tokens")
-    axes[1].set(xlabel="tokens in the answer", ylabel="weight", ylim=(0, 0.8), title="of the whole answer")
-    axes[0].legend()
-    save(figure, "06_length_weights.png")
+    styles = {"grpo": (RED, "-"), "bnpo": (ORANGE, "--"), "dapo": (BLUE, "-"), "dr_grpo": (GREEN, "-")}
+    names = {"bnpo": "bnpo (2 microbatches)", "dr_grpo": "dr_grpo (L = 100)"}
+    for loss_type, (colour, line) in styles.items():
+        token = [weight(loss_type, n) for n in lengths]
+        for axis, y in (axes[0], token), (axes[1], [n * w for n, w in zip(lengths, token)]):
+            axis.plot(lengths, y, line, color=colour, lw=2, label=names.get(loss_type, loss_type))
+    axes[0].set(title="weight of one token", ylim=(0, 0.02), ylabel="∂L / ∂(token loss)")
+    axes[1].set(title="weight of the whole answer", ylim=(0, 0.5), ylabel="sum over the answer's tokens")
+    for axis in axes:
+        axis.set(xlabel="n, tokens in the answer", xlim=(0, 100))
+    axes[0].legend(fontsize=9)
+    save(figure, "06_aggregation.png")
+
+
+def variants():
+    """Page 9: the weight of ∇log π at each of the page's nine tokens."""
+    A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    methods = {"clip, ε = 0.2": {}, "DAPO": dict(epsilon_high=0.28), "GSPO": dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+               "CISPO": dict(policy_loss="cispo", epsilon_high=5.0), "SAPO": dict(policy_loss="sapo")}
+    figure, axis = plt.subplots()
+    for i, ((name, options), colour) in enumerate(zip(methods.items(), (GREY, BLUE, GREEN, ORANGE, RED))):
+        logps = log_ratio.clone().requires_grad_()
+        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3, dtype=torch.float64), loss_type="dapo", **options)
+        axis.bar(torch.arange(9) + 0.16 * (i - 2), -9 * torch.autograd.grad(loss, logps)[0][mask == 1], 0.15, color=colour, label=name)
+    ticks = [f"answer {i + 1}\nρ = {r:.2f}" for i, row in enumerate(log_ratio.exp().tolist()) for r, m in zip(row, mask[i]) if m]
+    axis.set(xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", title="two right answers, two wrong ones", ylim=(-1.7, 1.7))
+    axis.tick_params(axis="x", labelsize=7.5)
+    axis.axhline(0, color="black", lw=0.8)
+    axis.legend(fontsize=8, ncol=5, loc="upper right")
+    save(figure, "09_variants.png")
+
+
+def which_groups_teach():
+    """Page 10: silent groups in theory, and in the run of tiny_run.csv."""
+    with open(HERE / "tiny_run.csv") as file:
+        run = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    p = torch.linspace(0, 1, 201, dtype=torch.float64)
+    figure, (left, second) = plt.subplots(1, 2)
+    for G, colour in zip((2, 4, 8, 16, 64), (GREY, GREEN, BLUE, ORANGE, RED)):
+        left.plot(p, p**G + (1 - p) ** G, color=colour, lw=2, label=f"G = {G}")
+    left.set(xlabel="p, share of right answers", ylabel="share of silent groups", title="p^G + (1 - p)^G")
+    left.legend(fontsize=9)
+    steps = [row["step"] for row in run]
+    for name, label, colour in (("rewards/accuracy_reward/mean", "accuracy", BLUE), ("frac_reward_zero_std", "silent groups", RED),
+                                ("entropy", "entropy (nats a token)", GREEN)):
+        second.plot(steps, [row[name] for row in run], color=colour, lw=1.2, label=label)
+    second.set(xlabel="step", ylim=(0, 1.05), title="python grpo.py --model tiny")
+    second.legend(fontsize=9)
+    save(figure, "10_which_groups_teach.png")
 
 
 if __name__ == "__main__":
-    for draw in (loss_and_learning, clipping, kl_estimators, length_weights):
+    for draw in (loss_and_learning, clipping, kl_estimators, aggregation, variants, which_groups_teach):
         draw()
