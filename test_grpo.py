@@ -22,6 +22,7 @@ import math
 import os
 import random
 import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -2087,6 +2088,23 @@ def test_a_wrong_number_in_a_page_points_into_the_page(tmp_path):
     with pytest.raises(AssertionError) as failure:
         run_fences(page)
     assert failure.traceback[-1].path == page and failure.traceback[-1].lineno + 1 == 9
+
+
+@own_only
+def test_the_walkthrough(capsys):
+    runpy.run_path(str(EXAMPLES / "walkthrough.py"), run_name="walkthrough")
+    printed = capsys.readouterr().out
+    assert "gradient norm:" in printed and len(re.findall(r"^A = ", printed, re.M)) == 16
+
+
+@own_only
+def test_every_figure_is_drawn_by_the_script_beside_it(tmp_path):
+    figures = runpy.run_path(str(EXAMPLES / "figures.py"), run_name="figures")
+    drawn = [name for name in figures if inspect.isfunction(figures[name]) and name != "save"]
+    figures["save"].__globals__["save"] = lambda figure, name: (tmp_path / name).write_bytes(b"") or figure.savefig(tmp_path / name, dpi=10)
+    for name in drawn:
+        figures[name]()
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in EXAMPLES.glob("[0-9]*.png")}
 
 
 def exhibits():

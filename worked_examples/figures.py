@@ -75,7 +75,7 @@ def kl_estimators():
         theta = pi.log().clone().requires_grad_()
         k = grpo.kl_estimate(theta.log_softmax(0)[None], ref.log()[None], estimator=name)[0]
         gradient, = torch.autograd.grad((pi * k).sum(), theta)
-        second.bar(words + 0.27 * (i - 1), gradient, 0.25, color=colour, label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name])
+        second.bar((words + 0.27 * (i - 1)).tolist(), gradient.tolist(), 0.25, color=colour, label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name])
     second.set(xticks=words, xticklabels=["word 1", "word 2", "word 3"], ylabel="E[gradient] on its logit", title="as a loss: three gradients",
                ylim=(-0.4, 0.4))
     second.axhline(0, color="black", lw=0.8)
@@ -121,7 +121,7 @@ def variants():
     for i, ((name, options), colour) in enumerate(zip(methods.items(), (GREY, BLUE, GREEN, ORANGE, RED))):
         logps = log_ratio.clone().requires_grad_()
         loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3, dtype=torch.float64), loss_type="dapo", **options)
-        axis.bar(torch.arange(9) + 0.16 * (i - 2), -9 * torch.autograd.grad(loss, logps)[0][mask == 1], 0.15, color=colour, label=name)
+        axis.bar([k + 0.16 * (i - 2) for k in range(9)], (-9 * torch.autograd.grad(loss, logps)[0][mask == 1]).tolist(), 0.15, color=colour, label=name)
     ticks = [f"answer {i + 1}\nρ = {r:.2f}" for i, row in enumerate(log_ratio.exp().tolist()) for r, m in zip(row, mask[i]) if m]
     axis.set(xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", title="two right answers, two wrong ones", ylim=(-1.7, 1.7))
     axis.tick_params(axis="x", labelsize=7.5)
