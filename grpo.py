@@ -1532,7 +1532,8 @@ def tiny_model(tokenizer, seed):
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+        attn_pdrop=0.0, activation_function="gelu_pytorch_tanh", pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
 
 
 def tiny_problems(seed, held_out=500):
