@@ -1608,8 +1608,8 @@ def load_dataset(path):
                                  "a list of messages with role and content")
             rows.append(row)
             if row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"]):
-                raise ValueError(f"{path}, line {number}: got columns {sorted(row)}, prompt a {type(prompt).__name__}; allowed is "
-                                 f"what line 1 has: {sorted(rows[0])}, {type(rows[0]['prompt']).__name__}")
+                raise ValueError(f"{path}, line {number}: got columns {sorted(row)}, prompt a {type(prompt).__name__}; allowed "
+                                 f"is what line 1 has: {sorted(rows[0])}, {type(rows[0]['prompt']).__name__}")
     if not rows:
         raise ValueError(f"{path}: got an empty file; allowed is one JSON object a line")
     return rows
@@ -1672,8 +1672,8 @@ def load_model(name, weights=None, auto_class=None, device=None, **options):
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = (auto_class or AutoModelForCausalLM).from_pretrained(weights or name, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises many kinds, most of them many lines long
-        raise ValueError(f"model: cannot load {name} ({first_line(error)}); allowed is tiny, or the folder or hub name of a model "
-                         "with its tokenizer") from error
+        raise ValueError(f"model: cannot load {name} ({first_line(error)}); allowed is tiny, or the folder or hub name of a "
+                         "model with its tokenizer") from error
     if tokenizer.eos_token_id is None and auto_class is None:
         raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one with which an answer can end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1744,8 +1744,8 @@ def reading(folder):
     try:
         yield
     except Exception as error:
-        raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({first_line(error)}); allowed is the checkpoint folder of "
-                         "an earlier run, unchanged") from error
+        raise ValueError(f"resume_from_checkpoint: cannot read {folder} ({first_line(error)}); allowed is the checkpoint folder "
+                         "of an earlier run, unchanged") from error
 
 
 def load_checkpoint(folder, policy, tokenizer, config):
@@ -1852,8 +1852,8 @@ def build_parser():
                     argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
     parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
-    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, file.py:function, "
-                        "or a sequence-classification model (default: accuracy think_format)")
+    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, "
+                        "file.py:function, or a sequence-classification model (default: accuracy think_format)")
     parser.add_argument("--step_reward_func", metavar="NAME", help="addition_steps or file.py:function, a reward for each step")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
@@ -1893,16 +1893,17 @@ class Journal:
         self.parts, self.state, self.config = (policy, tokenizer, state, config, settings), state, config
         self.path, self.lines = os.path.join(config.output_dir, "metrics.jsonl"), []
         if folder is not None and os.path.exists(self.path):
-            with reading(folder), open(self.path) as file:                # what came after the checkpoint is done, and logged, again
+            with reading(folder), open(self.path) as file:                # what came after the checkpoint will come again
                 self.lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= state.step]
         self.signals, self.fresh, self.unsaved, self.started = [], True, None, time.perf_counter()
-        self.bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True, disable=rank_and_world()[0] > 0)
+        self.bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True,
+                        disable=rank_and_world()[0] > 0)
 
     def report(self, state, metrics):
         stop = all_reduce(torch.tensor(len(self.signals), device=default_device())).item() > 0     # all processes, at one step
         if rank_and_world()[0] == 0 and state.step % self.config.logging_steps == 0:
-            metrics = {name: None if x != x else x for name, x in metrics.items()} | {"step_time": time.perf_counter() - self.started}
-            self.write(json.dumps(metrics) + "\n")
+            line = {name: None if x != x else x for name, x in metrics.items()}
+            self.write(json.dumps(line | {"step_time": time.perf_counter() - self.started}) + "\n")
         shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "kl": "kl", "entropy": "entropy",
                  "clip": "clip_ratio/region_mean"}
         self.bar.set_postfix({name: metrics[key] for name, key in shown.items() if key in metrics}, refresh=False)
@@ -1930,7 +1931,8 @@ class Journal:
             self.bar.write(f"grpo.py: warning: {error}", file=sys.stderr)
 
     def how_to_go_on(self):
-        return f"stopped after step {self.state.step}; to go on: python grpo.py --resume_from_checkpoint {self.config.output_dir}/checkpoint"
+        folder = os.path.join(self.config.output_dir, "checkpoint")
+        return f"stopped after step {self.state.step}; to go on: python grpo.py --resume_from_checkpoint {folder}"
 
     def watch(self, train):
         """Train until the end, or the end of the step in which Ctrl-C or SIGTERM comes."""
@@ -1963,8 +1965,8 @@ def check_run(given, config, settings):
     if config.fsdp and not torch.distributed.is_initialized() or "explain" in given and world > 1:
         raise ValueError("fsdp, explain: allowed is --fsdp with torchrun, and --explain without it")
     if config.reward_weights and len(config.reward_weights) != len(settings["reward_funcs"]):
-        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(settings['reward_funcs'])} reward functions; "
-                         "allowed is one for each")
+        raise ValueError(f"reward_weights: got {len(config.reward_weights)} for {len(settings['reward_funcs'])} reward "
+                         "functions; allowed is one for each")
 
 
 def load_policy(settings, config, folder):
