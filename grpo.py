@@ -1386,7 +1386,7 @@ class RewardModel:
         for start in range(0, len(texts), G):
             order = sorted((i for i in range(start, start + G) if truth[i] == truth[i]), key=lambda i: -truth[i])
             pairs += [[texts[i], texts[j]] for i, j in zip(order, reversed(order)) if truth[i] > truth[j]]
-        self.pairs += gather_objects(pairs)
+        self.pairs += gather_json(pairs)
 
     def learn(self, config, step, updates, rows=64):
         """Minimise bradley_terry_loss; a share of each batch is replayed, so that what was learnt earlier stays."""
@@ -1464,12 +1464,12 @@ def gather(rows):
     return torch.cat(parts)
 
 
-def gather_objects(items):
-    """The same for a list of anything."""
-    parts = [items] * rank_and_world()[1]
-    if len(parts) > 1:
-        torch.distributed.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
+def gather_json(items):
+    """The same for a list of what JSON can hold; it travels as bytes, because what is pickled must be unpickled."""
+    data = torch.tensor(list(json.dumps(items).encode()), dtype=torch.uint8, device=default_device())
+    sizes = gather(torch.tensor([len(data)], device=data.device)).tolist()
+    rows = gather(torch.nn.functional.pad(data, (0, max(sizes) - len(data))).unsqueeze(0))
+    return [item for row, n in zip(rows.tolist(), sizes) for item in json.loads(bytes(row[:n]))]
 
 
 def all_reduce(x):

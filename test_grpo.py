@@ -1774,18 +1774,20 @@ def test_problems_and_teacher():
         assert grpo.think_format_reward([grpo.teacher_trace(problem["prompt"], True)[:-5]]) == [1.0]
 
 
-@pytest.mark.parametrize("options", [[], ["--beta", "0.1", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "3"]], ids=["plain", "reference"])
-def test_a_resumed_run_ends_bit_for_bit_like_one_never_stopped(options, models, data):
+@pytest.mark.parametrize("options, signal, code", [
+    ([], "SIGTERM", 143), (["--beta", "0.1", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "3"], "SIGINT", 130)])
+def test_a_resumed_run_ends_bit_for_bit_like_one_never_stopped(options, signal, code, models, data, capsys):
     common = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", "--learning_rate", "1e-2", *QUICK, "--max_steps", "5",
               "--save_steps", "2", *options]
     assert grpo.main([*common, "--output_dir", str(data / "whole")]) == 0
     (data / "stop.py").write_text("import os, signal\ncalls = []\n"
                                   "def stop(completions, **kwargs):\n    calls.append(1)\n"
-                                  "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGTERM)\n    return [None] * len(completions)\n")
+                                  "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGNAL)\n    return [None] * len(completions)\n".replace("SIGNAL", signal))
     (data / "go.py").write_text("def stop(completions, **kwargs):\n    return [None] * len(completions)\n")
     rewards = ["--reward_funcs", "accuracy", "think_format"]
     assert grpo.main([*common, "--output_dir", str(data / "whole"), *rewards, f"{data}/go.py:stop"]) == 0
-    assert grpo.main([*common, "--output_dir", str(data / "parts"), *rewards, f"{data}/stop.py:stop"]) == 143
+    assert grpo.main([*common, "--output_dir", str(data / "parts"), *rewards, f"{data}/stop.py:stop"]) == code
+    assert f"stopped after step 2; to go on: python grpo.py --resume_from_checkpoint {data}/parts/checkpoint" in capsys.readouterr().out
     assert [line["step"] for line in lines_of(data / "parts")] == [1, 2]
     (data / "stop.py").write_text((data / "go.py").read_text())
     assert grpo.main(["--resume_from_checkpoint", str(data / "parts/checkpoint")]) == 0
