@@ -271,6 +271,7 @@ def leave_one_out_advantages(rewards, num_generations):
     """Compare each answer with the mean of the others in its group.
 
     A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
+    Its baseline does not depend on the answer itself, so the policy gradient is unbiased; r_i - mean is that, shrunk.
     Source: RLOO (Kool et al. 2019; arXiv:2402.14740); TRL's RLOOTrainer.
 
     Args:
@@ -730,8 +731,8 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "bnpo":    Σ l·m / Σ m of these rows         every token of this microbatch weighs the same
     "dr_grpo": Σ l·m / (rows·L)                  a constant, so that nothing depends on the lengths
     "dapo":    Σ l·m / tokens of the batch       every token of the whole batch weighs the same
-    With num_rows_in_batch and num_items_in_batch, the sum over any split into microbatches or ranks is the value for
-    the whole, except for bnpo, which is local by definition.
+    With num_rows_in_batch (grpo, dr_grpo) and num_items_in_batch (dapo), the sum over any split into microbatches or
+    ranks is the value for the whole; without them a split changes it. bnpo is local by definition.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3; TRL's loss_type.
 
     Args:
@@ -742,7 +743,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
         num_items_in_batch: real tokens in the whole batch; None: those of these rows.
         num_rows_in_batch: rows in the whole batch; None: B.
     Returns:
-        A scalar; a row without real token adds 0.
+        A scalar; a row without real token adds 0, and still counts as a row (verl leaves it out).
     Raises:
         ValueError: on other shapes, an unknown loss_type, or dr_grpo without max_completion_length.
     """
