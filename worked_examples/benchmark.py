@@ -87,7 +87,7 @@ def random_reward(completions, completion_ids, **kwargs):
 def steps(job, options, count, rewards):
     """Run `count` steps; seconds of each (the first is left out), what was spent where, tokens of each, and the last rollout."""
     model, tokenizer, problems, _ = job
-    config, seconds, tokens, rollouts, sample = grpo.GRPOConfig(**options | {"max_steps": count + 1}), [], [], [], grpo.sample_rollout
+    config, seconds, tokens, rollouts = grpo.GRPOConfig(**options | {"max_steps": count + 1}), [], [], []
 
     def report(state, metrics):
         seconds.append(now())
@@ -98,9 +98,7 @@ def steps(job, options, count, rewards):
     with split_times():
         keep = grpo.sample_rollout
         with patch.object(grpo, "sample_rollout", lambda *args: rollouts.append(keep(*args)) or rollouts[-1]):
-            start = now()
             grpo.train(copy.deepcopy(model), tokenizer, problems, rewards, config, report=report)
-    assert grpo.sample_rollout is sample
     return [b - a for a, b in zip(seconds, seconds[1:])], {k: v / count for k, v in spent.items()}, tokens[1:], rollouts
 
 
