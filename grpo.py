@@ -2,7 +2,10 @@
 
 Read it from top to bottom: rewards, advantages, log-probs, ratio and clip, KL, masks, aggregation, the loss. Each
 function takes tensors and numbers, keeps the dtype and device that it is given, and can be pasted into another file
-together with `import torch` and the helper `_check`.
+together with `import torch` and the helper `_check`. Then come sampling, Algorithm 1 and the command line:
+
+    python grpo.py --model tiny
+    python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl --reward_funcs accuracy
 
 Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
 
@@ -24,6 +27,9 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
 
 Padding may hold anything, NaN and ±inf included: what stands under completion_mask == 0 reaches no value and no
 gradient. Functions without a mask argument work token by token and leave padding to the function that aggregates.
+
+Left out on purpose: inference servers, LoRA, images, tools, value networks, and top-k or top-p sampling, whose log-probs
+would not be the scorer's.
 """
 
 import argparse

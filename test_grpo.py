@@ -1414,6 +1414,7 @@ def test_config_is_frozen_and_every_preset_is_one():
     assert set(grpo.PRESETS) == {"deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", "sapo"}
 
 
+@own_only
 def test_train_is_algorithm_1(monkeypatch):
     """Every step of the algorithm is replaced by a recorder: the order, and who changes when, is all that is left."""
     events, policy = [], torch.nn.Linear(1, 1, bias=False)
@@ -2036,6 +2037,7 @@ def test_a_process_that_dies_ends_the_job(models, data):
     assert json.loads((data / "out/checkpoint/run.json").read_text())["step"] == 1
 
 
+@own_only
 def test_import_pulls_in_nothing_heavy():
     code = "import sys, grpo; print(*sorted({'transformers', 'matplotlib', 'math_verify'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(grpo.module.__file__))
