@@ -1210,7 +1210,7 @@ class RewardError(ValueError):
 def call_reward_func(f, rollout, allowed, parse, **more):
     """What f says of this process's completions, through parse; an error names the function and the row."""
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
-    columns = {"prompts": rollout.prompts, "completions": rollout.completions, "completion_ids": ids, **rollout.columns, **more}
+    columns = rollout.columns | {"prompts": rollout.prompts, "completions": rollout.completions, "completion_ids": ids} | more
 
     def fails(rows):
         try:

@@ -1587,6 +1587,11 @@ def test_epochs_are_shuffled_and_complete():
     assert seen[:3] == grpo.sample_batch(list(range(7)), config, 0)
 
 
+def test_a_column_of_the_dataset_cannot_stand_for_the_completions():
+    _, rollout = rollout_of("1", "2", completions=["x", "y"], solution=["1", "1"])
+    assert grpo.compute_rewards([grpo.accuracy_reward], rollout).tolist() == [[1.0], [0.0]]
+
+
 @pytest.mark.parametrize("result", [[1.0], ["a"] * 8, None, [math.inf] * 8, 3.0])
 def test_a_reward_function_that_returns_nonsense_is_named(result):
     def odd(completions, **kwargs):
