@@ -959,6 +959,7 @@ def cuda_graph(forward, lengths):
     """Record forward's kernels; the function returned launches them all at once. Its own calls leave the cache's lengths as
     they were (what they wrote behind them, the next token overwrites)."""
     before = [length.clone() for length in lengths]
+    torch.cuda.synchronize()                                              # what the side stream reads must be there
     with torch.cuda.stream(torch.cuda.Stream()):
         forward()                                                         # what is set up only once must not be in the record
     torch.cuda.synchronize()
@@ -1081,7 +1082,7 @@ class GRPOConfig:
     beta: float = option(0.0, ">= 0", "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = option(True, (True, False), "multiply the KL estimate by the ratio")
     scale_rewards: str = option("group", ("group", "batch", "none"), "whose std divides the centred rewards")
-    reward_weights: list = option(None, None, "a weight for each reward function (default: 1 each)")
+    reward_weights: list = option(None, None, "a weight for each reward function; None: 1 each")
     mask_truncated_completions: bool = option(False, (True, False), "learn nothing from completions without an EOS")
     top_entropy_quantile: float = option(1.0, "0 to 1", "learn from this fraction of the tokens, the highest in entropy")
     step_separator: str = option("\n", None, "what ends a reasoning step, for step_reward_func; </think> always does")
@@ -1866,13 +1867,14 @@ def build_parser():
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
     parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
     for f in fields(GRPOConfig):
-        kind = {"type": f.type, "choices": f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) else None}
+        words = f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) else None
+        kind = {"type": f.type, "choices": words, "metavar": "|".join(map(str, words)) if words else f.type.__name__.upper()}
         if f.type is bool:
             kind |= {"type": lambda text: {"true": True, "false": False}.get(text.lower(), text), "nargs": "?", "const": True}
         if f.type is list:
-            kind |= {"type": float, "nargs": "+"}
-        defaults = f"default: {f.default}" + (f"; tiny: {TINY[f.name]}" if f.name in TINY else "")
-        parser.add_argument(f"--{f.name}", **kind, metavar=f.type.__name__.upper(), help=f"{f.metadata['help']} ({defaults})")
+            kind |= {"type": float, "nargs": "+", "metavar": "FLOAT"}
+        defaults = f"default: {f.default!r}" + (f"; tiny: {TINY[f.name]!r}" if f.name in TINY else "")
+        parser.add_argument(f"--{f.name}", **kind, help=f"{f.metadata['help']} ({defaults})")
     return parser
 
 

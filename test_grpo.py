@@ -1368,7 +1368,7 @@ def test_a_cuda_graph_is_recorded_after_a_warm_up_and_leaves_the_lengths_alone(m
     for name, stand_in in (("Stream", lambda: "side stream"), ("stream", during), ("synchronize", lambda: events.append("wait")), ("CUDAGraph", Graph), ("graph", during)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     launch = grpo.cuda_graph(forward, [length])
-    assert events == ["side stream", "forward", "end", "wait", "record", "forward", "end"] and length == 7
+    assert events == ["wait", "side stream", "forward", "end", "wait", "record", "forward", "end"] and length == 7
     assert launch() is output and length == 8 and events[-2:] == ["replay", "forward"]
 
 
