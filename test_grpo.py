@@ -73,7 +73,9 @@ def f64(x):
 
 
 def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected if isinstance(expected, torch.Tensor) else f64(expected), atol=tolerance, rtol=1e-10, check_dtype=False)
+    torch.testing.assert_close(
+        actual, expected if isinstance(expected, torch.Tensor) else f64(expected), atol=tolerance, rtol=1e-10, check_dtype=False
+    )
 
 
 @dataclasses.dataclass
@@ -133,13 +135,45 @@ def assert_clean_gradient(x, mask):
 # §1 Rewards ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer, solution, reward", [
-    ("42", "42", 1.0), ("1,000", "1000", 1.0), ("1000.0", "1,000", 1.0), ("-7", "-7", 1.0), ("-7", "7", 0.0), ("1/2", "0.5", 1.0), ("2,000/4,000", "0.5", 1.0), (" 42\n", "42", 1.0),
-    ("0.3333", "1/3", 0.0), ("0.1", "0.10000000000000000001", 0.0), ("+3", "3", 1.0), (".5", "1/2", 1.0), ("43", "42", 0.0), ("", "42", 0.0), ("1/0", "1", 0.0),
-    ("12,34", "1234", 0.0), ("The answer is 42.", "42", 1.0), (r"\boxed{42}", "42", 1.0), (r"\boxed{1,000}", "1000", 1.0), (r"$\frac{1}{2}$", "0.5", 1.0),
-    (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0), (r"$x+1$", "$1+x$", 1.0), (r"$2\sqrt{3}$", r"2\sqrt{3}", 1.0), (r"$\sqrt{3}$", r"2\sqrt{3}", 0.0),
-    ("<think>41</think>42", "42", 1.0), ("<think>42</think>41", "42", 0.0), ("a</think>1</think>2", "2", 1.0), ("42", "no number at all", None), ("42", "", None),
-    ("9" * 5000, "42", 0.0), ("5", 5, 1.0), ("1,000/2", "500", 1.0), (r"$\frac12$", r"\[\frac12\]", 1.0), (r"$\frac12$", r"\(\frac12\)", 1.0)])
+@pytest.mark.parametrize(
+    "answer, solution, reward",
+    [
+        ("42", "42", 1.0),
+        ("1,000", "1000", 1.0),
+        ("1000.0", "1,000", 1.0),
+        ("-7", "-7", 1.0),
+        ("-7", "7", 0.0),
+        ("1/2", "0.5", 1.0),
+        ("2,000/4,000", "0.5", 1.0),
+        (" 42\n", "42", 1.0),
+        ("0.3333", "1/3", 0.0),
+        ("0.1", "0.10000000000000000001", 0.0),
+        ("+3", "3", 1.0),
+        (".5", "1/2", 1.0),
+        ("43", "42", 0.0),
+        ("", "42", 0.0),
+        ("1/0", "1", 0.0),
+        ("12,34", "1234", 0.0),
+        ("The answer is 42.", "42", 1.0),
+        (r"\boxed{42}", "42", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"$\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0),
+        (r"$x+1$", "$1+x$", 1.0),
+        (r"$2\sqrt{3}$", r"2\sqrt{3}", 1.0),
+        (r"$\sqrt{3}$", r"2\sqrt{3}", 0.0),
+        ("<think>41</think>42", "42", 1.0),
+        ("<think>42</think>41", "42", 0.0),
+        ("a</think>1</think>2", "2", 1.0),
+        ("42", "no number at all", None),
+        ("42", "", None),
+        ("9" * 5000, "42", 0.0),
+        ("5", 5, 1.0),
+        ("1,000/2", "500", 1.0),
+        (r"$\frac12$", r"\[\frac12\]", 1.0),
+        (r"$\frac12$", r"\(\frac12\)", 1.0),
+    ],
+)
 def test_accuracy(answer, solution, reward):
     assert grpo.accuracy_reward([answer], [solution]) == [reward]
     assert grpo.accuracy_reward(completions=[[{"role": "assistant", "content": answer}]], solution=[solution], prompts=["?"]) == [reward]
@@ -147,39 +181,86 @@ def test_accuracy(answer, solution, reward):
 
 def test_accuracy_rows_and_hostile_text():
     assert grpo.accuracy_reward(["1", "2", "3"], ["1", "3", "x y"]) == [1.0, 0.0, None]
-    hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 15_000, "</think>" * 12_000, "1,234" * 20_000, "<think>" * 14_000, " " * 100_000 + "x", "\n" * 100_000 + "x"]
+    hostile = [
+        "1" * 100_000,
+        "$" + "{" * 100_000,
+        "(" * 100_000,
+        "1 " * 50_000,
+        "\\boxed{" * 15_000,
+        "</think>" * 12_000,
+        "1,234" * 20_000,
+        "<think>" * 14_000,
+        " " * 100_000 + "x",
+        "\n" * 100_000 + "x",
+    ]
     assert grpo.accuracy_reward(hostile, ["7"] * len(hostile)) == [0.0] * len(hostile)
     with pytest.raises(ValueError, match="^solution: got 1 for 2 completions; allowed is"):
         grpo.accuracy_reward(["1", "2"], ["1"])
 
 
 def test_rewards_read_the_last_message():
-    chat = [[{"role": "assistant", "content": "<think>a</think>41"}, {"role": "user", "content": "?"}, {"role": "assistant", "content": "42"}]]
+    chat = [
+        [
+            {"role": "assistant", "content": "<think>a</think>41"},
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "42"},
+        ]
+    ]
     assert grpo.accuracy_reward(chat, ["42"]) == [1.0] and grpo.think_format_reward(chat) == [0.0]
 
 
 def test_accuracy_has_a_time_limit_and_works_in_a_thread(monkeypatch):
     import math_verify
     latex, limits = ([r"$\frac{2}{4}$"], [r"\frac12"]), []
-    with concurrent.futures.ThreadPoolExecutor() as pool:                                     # math-verify's clock works in the main thread alone
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # math-verify's clock works in the main thread alone
         assert pool.submit(grpo.accuracy_reward, *latex).result() == [1.0]
     parse, verify = math_verify.parse, math_verify.verify
-    monkeypatch.setattr(math_verify, "parse", lambda *a, parsing_timeout=None, **k: limits.append(parsing_timeout) or parse(*a, parsing_timeout=parsing_timeout, **k))
-    monkeypatch.setattr(math_verify, "verify", lambda *a, timeout_seconds=None, **k: limits.append(timeout_seconds) or verify(*a, timeout_seconds=timeout_seconds, **k))
+    monkeypatch.setattr(
+        math_verify,
+        "parse",
+        lambda *a, parsing_timeout=None, **k: limits.append(parsing_timeout) or parse(*a, parsing_timeout=parsing_timeout, **k),
+    )
+    monkeypatch.setattr(
+        math_verify,
+        "verify",
+        lambda *a, timeout_seconds=None, **k: limits.append(timeout_seconds) or verify(*a, timeout_seconds=timeout_seconds, **k),
+    )
     assert grpo.accuracy_reward(*latex) == [1.0] and len(limits) == 3 and all(limits)
 
 
-@pytest.mark.parametrize("text, reward", [
-    ("<think>a</think>b", 1.0), ("<think></think>b", 1.0), ("<think>\na\n</think>\n\nb\n", 1.0), (" <think>a</think>b", 0.0), ("<think>a</think>", 0.0),
-    ("<think>a</think> \n", 0.0), ("x<think>a</think>b", 0.0), ("<think>a<think>b</think>c", 0.0), ("<think>a</think>b</think>c", 0.0), ("a</think>b", 0.0),
-    ("<think>a", 0.0), ("", 0.0), ("</think><think>a", 0.0), ("<think>a</think>b<think>", 0.0), ("<Think>a</Think>b", 0.0)])
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("<think>a</think>b", 1.0),
+        ("<think></think>b", 1.0),
+        ("<think>\na\n</think>\n\nb\n", 1.0),
+        (" <think>a</think>b", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think> \n", 0.0),
+        ("x<think>a</think>b", 0.0),
+        ("<think>a<think>b</think>c", 0.0),
+        ("<think>a</think>b</think>c", 0.0),
+        ("a</think>b", 0.0),
+        ("<think>a", 0.0),
+        ("", 0.0),
+        ("</think><think>a", 0.0),
+        ("<think>a</think>b<think>", 0.0),
+        ("<Think>a</Think>b", 0.0),
+    ],
+)
 def test_think_format(text, reward):
     assert grpo.think_format_reward([text]) == [reward]
     assert grpo.think_format_reward(completions=[[{"role": "assistant", "content": text}]], solution=["1"]) == [reward]
 
 
 def test_think_format_on_hostile_text():
-    texts = ["<think>" * 14_000, "<think>" + "a" * 100_000, "<think>" + "<" * 100_000 + "</think>", "</think>" * 12_000, "<think></think>" + " " * 100_000]
+    texts = [
+        "<think>" * 14_000,
+        "<think>" + "a" * 100_000,
+        "<think>" + "<" * 100_000 + "</think>",
+        "</think>" * 12_000,
+        "<think></think>" + " " * 100_000,
+    ]
     assert grpo.think_format_reward(texts) == [0.0] * 5
 
 
@@ -199,13 +280,22 @@ def test_soft_overlong_worked_numbers():
     assert grpo.get_soft_overlong_punishment(4, 0)(completion_ids=[[0] * 4, [0] * 5]) == [0.0, -1.0]
 
 
-@given(st.integers(1, 4).flatmap(lambda F: st.tuples(
-    st.lists(st.lists(st.one_of(st.floats(-5, 5), st.just(nan)), min_size=F, max_size=F), min_size=1, max_size=5), st.lists(st.floats(-2, 2), min_size=F, max_size=F))))
+@given(
+    st.integers(1, 4).flatmap(
+        lambda F: st.tuples(
+            st.lists(st.lists(st.one_of(st.floats(-5, 5), st.just(nan)), min_size=F, max_size=F), min_size=1, max_size=5),
+            st.lists(st.floats(-2, 2), min_size=F, max_size=F),
+        )
+    )
+)
 @example(([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]], [0.7, 0.3]))
 def test_combine_rewards(case):
     rewards, weights = case
     for w in (weights, None):
-        want = [math.fsum(r * (1 if w is None else w[f]) for f, r in enumerate(row) if r == r) if any(r == r for r in row) else nan for row in rewards]
+        want = [
+            math.fsum(r * (1 if w is None else w[f]) for f, r in enumerate(row) if r == r) if any(r == r for r in row) else nan
+            for row in rewards
+        ]
         got = grpo.combine_rewards(f64(rewards), None if w is None else f64(w))
         torch.testing.assert_close(got, f64(want), equal_nan=True)
         torch.testing.assert_close(grpo.combine_rewards(f64(rewards), w), got, equal_nan=True)   # a list will do
@@ -244,8 +334,16 @@ def twin_group_advantages(rewards, G, scale, correction, eps):
 @st.composite
 def grouped(draw, elements=rewards_or_nan):
     G = draw(st.integers(2, 5))
-    return draw(st.lists(elements, min_size=G, max_size=G).flatmap(lambda g: st.lists(st.lists(elements, min_size=G, max_size=G), min_size=0, max_size=2)
-                                                                     .map(lambda rest: sum(rest, g)))), G
+    return (
+        draw(
+            st.lists(elements, min_size=G, max_size=G).flatmap(
+                lambda g: st.lists(st.lists(elements, min_size=G, max_size=G), min_size=0, max_size=2).map(
+                    lambda rest: sum(rest, g)
+                )
+            )
+        ),
+        G,
+    )
 
 
 @given(grouped(), st.sampled_from([0, 1]))
@@ -257,7 +355,13 @@ def test_group_stats(case, correction):
     mean, std = grpo.group_stats(f64(rewards), G, correction=correction)
     want = [statistics.fmean(known(g)) if known(g) else nan for g in groups_of(rewards, G)]
     torch.testing.assert_close(mean, f64(want), atol=1e-12, rtol=1e-12, equal_nan=True)
-    torch.testing.assert_close(std, f64([std_of(g, correction) if known(g) else nan for g in groups_of(rewards, G)]), atol=1e-7, rtol=1e-9, equal_nan=True)
+    torch.testing.assert_close(
+        std,
+        f64([std_of(g, correction) if known(g) else nan for g in groups_of(rewards, G)]),
+        atol=1e-7,
+        rtol=1e-9,
+        equal_nan=True,
+    )
 
 
 @given(grouped(), st.sampled_from(["group", "batch", "none"]), st.sampled_from([0, 1]), st.sampled_from([1e-4, 1e-6, 1.0]))
@@ -305,7 +409,14 @@ def test_equal_rewards_give_exactly_zero_in_float32(G):
     for value in (0.1, 0.7, 1.0, 1e-3, 1e8, -3.3, 1 / 3):
         rewards = torch.full((2 * G,), value)
         rewards[G:] = value / 3
-        for options in ({}, dict(eps=1e-8), dict(eps=0.0), dict(scale_rewards="none"), dict(scale_rewards="batch", eps=0.0), dict(correction=0)):
+        for options in (
+            {},
+            dict(eps=1e-8),
+            dict(eps=0.0),
+            dict(scale_rewards="none"),
+            dict(scale_rewards="batch", eps=0.0),
+            dict(correction=0),
+        ):
             A = grpo.group_advantages(rewards, G, **options)
             assert A.dtype == torch.float32 and torch.equal(A, torch.zeros(2 * G)), (value, options)
         assert not grpo.leave_one_out_advantages(rewards, G).any() and not grpo.group_stats(rewards, G)[1].any()
@@ -420,8 +531,11 @@ def test_broadcast(batch):
 # §3 Log-probabilities ------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4), st.sets(st.integers(0, 4), min_size=1, max_size=3))
-@example([[3, 0, 0, 0], [0, 3, 3, 3], [3, 3, 3, 3]], {0})                                      # pad = EOS
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.sets(st.integers(0, 4), min_size=1, max_size=3),
+)
+@example([[3, 0, 0, 0], [0, 3, 3, 3], [3, 3, 3, 3]], {0})  # pad = EOS
 def test_completion_mask(ids, eos):
     want = [[int(not any(token in eos for token in row[:t])) for t in range(4)] for row in ids]
     for kind in (list, tuple, lambda e: torch.tensor(list(e))) + ((lambda e: next(iter(e)),) if len(eos) == 1 else ()):
@@ -429,14 +543,22 @@ def test_completion_mask(ids, eos):
         assert got.tolist() == want and got.dtype == torch.int64
 
 
-logits_lists = st.integers(1, 4).flatmap(lambda V: st.lists(st.lists(st.lists(st.floats(-30, 30), min_size=V, max_size=V), min_size=2, max_size=2), min_size=1, max_size=3))
+logits_lists = st.integers(1, 4).flatmap(
+    lambda V: st.lists(
+        st.lists(st.lists(st.floats(-30, 30), min_size=V, max_size=V), min_size=2, max_size=2), min_size=1, max_size=3
+    )
+)
 
 
 @given(logits_lists, st.data())
 def test_selective_log_softmax_and_entropy(logits, data):
     index = [[data.draw(st.integers(0, len(row) - 1)) for row in rows] for rows in logits]
     lse = lambda row: max(row) + math.log(math.fsum(math.exp(x - max(row)) for x in row))
-    close(grpo.selective_log_softmax(f64(logits), torch.tensor(index)), [[row[i] - lse(row) for row, i in zip(rows, idx)] for rows, idx in zip(logits, index)], 1e-11)
+    close(
+        grpo.selective_log_softmax(f64(logits), torch.tensor(index)),
+        [[row[i] - lse(row) for row, i in zip(rows, idx)] for rows, idx in zip(logits, index)],
+        1e-11,
+    )
     entropy = [[-math.fsum(math.exp(x - lse(row)) * (x - lse(row)) for x in row) for row in rows] for rows in logits]
     close(grpo.entropy_from_logits(f64(logits)), entropy, 1e-11)
 
@@ -464,15 +586,41 @@ def test_log_softmax_and_entropy_gradients_and_ruled_out_words():
 
 
 def causal_lm(kind):
-    shape = dict(vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                 max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    config = {"gpt2": lambda: transformers.GPT2Config(vocab_size=23, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=1),
-              "llama": lambda: transformers.LlamaConfig(**shape), "qwen2": lambda: transformers.Qwen2Config(**shape),
-              "granite (scaled logits)": lambda: transformers.GraniteConfig(**shape, logits_scaling=4.0),
-              "cohere (scaled logits)": lambda: transformers.CohereConfig(**shape, logit_scale=0.3),
-              "gemma3 (soft cap)": lambda: transformers.Gemma3TextConfig(**shape, final_logit_softcapping=2.0),
-              "opt (nested body)": lambda: transformers.OPTConfig(vocab_size=23, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
-                                                                  num_attention_heads=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0)}[kind]()
+    shape = dict(
+        vocab_size=23,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=23, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=1
+        ),
+        "llama": lambda: transformers.LlamaConfig(**shape),
+        "qwen2": lambda: transformers.Qwen2Config(**shape),
+        "granite (scaled logits)": lambda: transformers.GraniteConfig(**shape, logits_scaling=4.0),
+        "cohere (scaled logits)": lambda: transformers.CohereConfig(**shape, logit_scale=0.3),
+        "gemma3 (soft cap)": lambda: transformers.Gemma3TextConfig(**shape, final_logit_softcapping=2.0),
+        "opt (nested body)": lambda: transformers.OPTConfig(
+            vocab_size=23,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        ),
+    }[kind]()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     for p in model.parameters():
@@ -490,10 +638,13 @@ def scoring_batch():
     return prompt_ids, prompt_mask, answer_ids, answer_mask
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "granite (scaled logits)", "cohere (scaled logits)", "gemma3 (soft cap)", "opt (nested body)"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "llama", "qwen2", "granite (scaled logits)", "cohere (scaled logits)", "gemma3 (soft cap)", "opt (nested body)"],
+)
 def test_per_token_logps_are_those_of_each_row_alone(kind):
     model = causal_lm(kind)
-    for name, p in model.named_parameters():                                                    # cohere and gemma3 sum these gradients in float32
+    for name, p in model.named_parameters():  # cohere and gemma3 sum these gradients in float32
         p.requires_grad_("norm" not in name or kind[:6] not in ("cohere", "gemma3"))
     prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
     weight = torch.arange(24.0, dtype=torch.float64).view(4, 6)
@@ -507,7 +658,9 @@ def test_per_token_logps_are_those_of_each_row_alone(kind):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     for chunk_size in (None, 1, 3, 100):
         model.zero_grad()
-        logps, entropies = grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask, temperature=0.7, compute_entropy=True, chunk_size=chunk_size)
+        logps, entropies = grpo.per_token_logps(
+            model, prompt_ids, prompt_mask, answer_ids, answer_mask, temperature=0.7, compute_entropy=True, chunk_size=chunk_size
+        )
         close(logps, want.detach(), 1e-10)
         close(entropies, want_H.detach(), 1e-10)
         assert not entropies.requires_grad
@@ -522,12 +675,17 @@ def test_ids_may_be_int32_and_a_batch_may_be_empty():
     prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
     short, model = (x.clamp(0, 22).int() for x in (prompt_ids, answer_ids)), causal_lm("llama")
     prompt_int, answer_int = short
-    close(grpo.per_token_logps(model, prompt_int, prompt_mask, answer_int, answer_mask)[0].detach(), grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].detach())
+    close(
+        grpo.per_token_logps(model, prompt_int, prompt_mask, answer_int, answer_mask)[0].detach(),
+        grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].detach(),
+    )
     logits, index = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 1, 2], [3, 4, 0]])
     assert torch.equal(grpo.selective_log_softmax(logits, index.int()), grpo.selective_log_softmax(logits, index))
     assert grpo.selective_log_softmax(logits[:0], index[:0]).shape == (0, 3)
     steps, ends = f64([[1.0], [0.0]]), torch.tensor([[1], [0]])
-    assert torch.equal(grpo.process_advantages(steps, ends.int(), torch.ones(2, 2), 2), grpo.process_advantages(steps, ends, torch.ones(2, 2), 2))
+    assert torch.equal(
+        grpo.process_advantages(steps, ends.int(), torch.ones(2, 2), 2), grpo.process_advantages(steps, ends, torch.ones(2, 2), 2)
+    )
     for loss_type in LOSS_TYPES:
         assert grpo.aggregate(torch.zeros(0, 3), torch.zeros(0, 3), loss_type=loss_type, max_completion_length=3).item() == 0.0
 
@@ -537,7 +695,7 @@ def test_without_chunk_size_a_chunk_is_at_most_2_to_the_25_logits(vocab_size, ro
     model, seen, body = causal_lm("llama"), [], []
     told = copy.copy(model.config)
     told.vocab_size = vocab_size
-    model.config.get_text_config = lambda *args, **kwargs: told                               # what sizes the chunks; the head keeps its 23 words
+    model.config.get_text_config = lambda *args, **kwargs: told  # what sizes the chunks; the head keeps its 23 words
     model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.numel() // 23))
     model.model.register_forward_pre_hook(lambda module, args, kwargs: body.append(kwargs), with_kwargs=True)
     logps, _ = grpo.per_token_logps(model, *scoring_batch())
@@ -557,7 +715,15 @@ def test_temperature_divides_the_logits_and_one_is_the_default():
 
 def test_a_model_without_position_ids():
     torch.manual_seed(0)
-    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=23, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1, pad_token_id=0)).double().eval()
+    model = (
+        transformers.BloomForCausalLM(
+            transformers.BloomConfig(
+                vocab_size=23, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1, pad_token_id=0
+            )
+        )
+        .double()
+        .eval()
+    )
     prompts, answers = torch.randint(23, (2, 3)), torch.randint(23, (2, 4))
     want = model(torch.cat([prompts, answers], 1)).logits[:, 2:-1].log_softmax(-1).gather(2, answers[..., None])[..., 0]
     close(grpo.per_token_logps(model, prompts, torch.ones(2, 3), answers, torch.ones(2, 4), chunk_size=3)[0].detach(), want.detach(), 1e-10)
@@ -567,7 +733,10 @@ def test_a_model_without_position_ids():
 def test_a_model_that_goes_round_its_decoder_is_refused():
     model, forward = causal_lm("llama"), causal_lm("llama").forward
     model.forward = lambda input_ids, position_ids=None, **kwargs: forward(input_ids=input_ids)
-    with pytest.raises(ValueError, match="^model: got LlamaForCausalLM.*allowed is|^model: LlamaForCausalLM does not call its get_decoder.*allowed is"):
+    with pytest.raises(
+        ValueError,
+        match="^model: got LlamaForCausalLM.*allowed is|^model: LlamaForCausalLM does not call its get_decoder.*allowed is",
+    ):
         grpo.per_token_logps(model, *scoring_batch())
 
 
@@ -640,7 +809,9 @@ def test_clipped_surrogate(batch, per_token, per_sequence, low, high, delta):
     ratios = [[math.exp(a - b) for a, b in zip(x, y)] for x, y in zip(batch.rows("logps"), batch.rows("old"))]
     ratios = [[math.exp(sum(map(math.log, row)) / max(len(row), 1))] * len(row) for row in ratios] if per_sequence else ratios
     A_rows = batch.rows("tokens") if per_token else [[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]
-    ratio = grpo.importance_ratio(batch["logps"], batch["old"], batch.mask, importance_sampling_level="sequence" if per_sequence else "token")
+    ratio = grpo.importance_ratio(
+        batch["logps"], batch["old"], batch.mask, importance_sampling_level="sequence" if per_sequence else "token"
+    )
     loss = grpo.clipped_surrogate_loss(ratio, batch["tokens"] if per_token else batch["A"], epsilon_low=low, epsilon_high=high, delta=delta)
     assert loss.shape == (batch.mask[:, :1] if per_sequence and not per_token else batch.mask).shape
     want = batch.spread([[twin_clipped(r, a, low, high, delta) for r, a in zip(rs, As)] for rs, As in zip(ratios, A_rows)])
@@ -648,7 +819,9 @@ def test_clipped_surrogate(batch, per_token, per_sequence, low, high, delta):
 
 
 @pytest.mark.parametrize("A", [1.5, -1.5])
-@pytest.mark.parametrize("ratio, region", [(0.5, "below"), (0.9, "inside"), (1.0, "inside"), (1.25, "inside"), (1.5, "above"), (5.0, "far above")])
+@pytest.mark.parametrize(
+    "ratio, region", [(0.5, "below"), (0.9, "inside"), (1.0, "inside"), (1.25, "inside"), (1.5, "above"), (5.0, "far above")]
+)
 @pytest.mark.parametrize("delta", [None, 3.0])
 def test_truth_table_of_the_clipped_gradient(A, ratio, region, delta):
     x = f64([[ratio]]).requires_grad_()
@@ -679,7 +852,9 @@ def test_cispo(batch, cap, per_sequence):
     want = [[-min(w, cap) * A * p for w, p in zip(ws, ps)] for ws, A, ps in zip(weights, batch.rows("A"), batch.rows("logps"))]
     close(torch.where(batch.mask != 0, loss, 0), batch.spread(want), 1e-10)
     torch.where(batch.mask != 0, loss, 0).sum().backward()
-    close(logps.grad, batch.spread([[-min(w, cap) * A for w in ws] for ws, A in zip(weights, batch.rows("A"))]), 1e-10)   # REINFORCE, weighted
+    close(
+        logps.grad, batch.spread([[-min(w, cap) * A for w in ws] for ws, A in zip(weights, batch.rows("A"))]), 1e-10
+    )  # REINFORCE, weighted
     assert old.grad is None or not old.grad.any()
 
 
@@ -787,8 +962,18 @@ def test_bias_correction_in_the_loss(bias_correction):
     theta, logps, ref = enumeration()
     grad = lambda x: torch.autograd.grad(x, theta, retain_graph=True)[0]
     first, mask = logps[::3, :1], torch.ones(3, 1)                                            # one token: its three values, by probability
-    loss = sum(p * grpo.grpo_loss(first[i : i + 1], f64([0.0]), mask[:1], ref_logps=ref[::3, :1][i : i + 1], beta=1.0, use_bias_correction_kl=bias_correction)[0]
-               for i, p in enumerate(first.detach().exp()[:, 0]))
+    loss = sum(
+        p
+        * grpo.grpo_loss(
+            first[i : i + 1],
+            f64([0.0]),
+            mask[:1],
+            ref_logps=ref[::3, :1][i : i + 1],
+            beta=1.0,
+            use_bias_correction_kl=bias_correction,
+        )[0]
+        for i, p in enumerate(first.detach().exp()[:, 0])
+    )
     kl = (first.exp() * (first - ref[::3, :1])).sum()
     reverse = (ref[::3, :1].exp() * (ref[::3, :1] - first)).sum()
     close(grad(loss), grad(kl if bias_correction else reverse))
@@ -845,11 +1030,22 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 def twin_aggregate(rows, loss_type, L, items=None, batch_rows=None):
     tokens, n = sum(map(len, rows)), len(rows) if batch_rows is None else batch_rows
     total = math.fsum(x for row in rows for x in row)
-    return {"grpo": math.fsum(math.fsum(row) / len(row) for row in rows if row) / n, "bnpo": total / max(tokens, 1), "dr_grpo": total / (n * L),
-            "dapo": total / max(tokens if items is None else items, 1)}[loss_type]
+    return {
+        "grpo": math.fsum(math.fsum(row) / len(row) for row in rows if row) / n,
+        "bnpo": total / max(tokens, 1),
+        "dr_grpo": total / (n * L),
+        "dapo": total / max(tokens if items is None else items, 1),
+    }[loss_type]
 
 
-@given(batches(), st.sampled_from(LOSS_TYPES), st.booleans(), st.integers(5, 9), st.one_of(st.none(), st.integers(0, 50)), st.one_of(st.none(), st.integers(1, 50)))
+@given(
+    batches(),
+    st.sampled_from(LOSS_TYPES),
+    st.booleans(),
+    st.integers(5, 9),
+    st.one_of(st.none(), st.integers(0, 50)),
+    st.one_of(st.none(), st.integers(1, 50)),
+)
 def test_aggregate(batch, loss_type, per_sequence, L, items, rows):
     (x,) = requires_grad(batch, "tokens")
     lists = batch.rows("tokens")
@@ -870,12 +1066,27 @@ def test_aggregate(batch, loss_type, per_sequence, L, items, rows):
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @given(batches(groups=st.integers(2, 3)), st.data())
 def test_any_split_gives_the_whole_value_and_gradient(loss_type, batch, data):
-    options = dict(loss_type=loss_type, max_completion_length=7, num_items_in_batch=sum(batch.lengths), num_rows_in_batch=len(batch.lengths), beta=0.1, old_logps=None)
+    options = dict(
+        loss_type=loss_type,
+        max_completion_length=7,
+        num_items_in_batch=sum(batch.lengths),
+        num_rows_in_batch=len(batch.lengths),
+        beta=0.1,
+        old_logps=None,
+    )
     cuts = sorted(data.draw(st.sets(st.integers(1, len(batch.lengths) - 1), max_size=3)))
 
     def gradient(parts):
         logps = batch["logps"].clone().requires_grad_()
-        total = sum(grpo.grpo_loss(logps[a:b], batch["A"][a:b], batch.mask[a:b], **options | dict(ref_logps=batch["ref"][a:b], old_logps=batch["old"][a:b]))[0] for a, b in parts)
+        total = sum(
+            grpo.grpo_loss(
+                logps[a:b],
+                batch["A"][a:b],
+                batch.mask[a:b],
+                **options | dict(ref_logps=batch["ref"][a:b], old_logps=batch["old"][a:b]),
+            )[0]
+            for a, b in parts
+        )
         total.backward()
         return total.detach(), logps.grad
 
@@ -907,18 +1118,31 @@ def test_the_three_completions_of_the_notes(A, expected):
     ratio = grpo.importance_ratio(old + log_ratio, old, mask)
     assert ratio.min().item() == pytest.approx(0.9048, abs=5e-5) and ratio.max().item() == pytest.approx(1.1052, abs=5e-5)
     if expected["rows"]:
-        rows = [grpo.aggregate(grpo.clipped_surrogate_loss(ratio, A)[i : i + 1], mask[i : i + 1], loss_type="grpo").item() for i in range(3)]
+        rows = [
+            grpo.aggregate(grpo.clipped_surrogate_loss(ratio, A)[i : i + 1], mask[i : i + 1], loss_type="grpo").item()
+            for i in range(3)
+        ]
         assert rows == pytest.approx(expected["rows"], abs=5e-6)
     close(grpo.aggregate(f64([[-0.3], [0.2], [0.0]]), torch.ones(3, 1), loss_type="grpo"), -0.1 / 3)
 
 
 # §8 The loss ---------------------------------------------------------------------------------------------------------
 
-loss_options = st.fixed_dictionaries({
-    "policy_loss": st.sampled_from(["clip", "cispo", "sapo"]), "importance_sampling_level": st.sampled_from(["token", "sequence"]),
-    "loss_type": st.sampled_from(LOSS_TYPES), "beta": st.sampled_from([0.0, 0.1]), "use_bias_correction_kl": st.booleans(), "delta": st.sampled_from([None, 1.5]),
-    "epsilon_low": st.sampled_from([0.2, 0.1]), "epsilon_high": st.sampled_from([0.2, 0.4]), "top_entropy_quantile": st.sampled_from([1.0, 0.5]),
-    "sampling_cap": st.sampled_from([2.0, 1.1]), "kl_estimator": st.sampled_from(["k1", "k2", "k3"])})
+loss_options = st.fixed_dictionaries(
+    {
+        "policy_loss": st.sampled_from(["clip", "cispo", "sapo"]),
+        "importance_sampling_level": st.sampled_from(["token", "sequence"]),
+        "loss_type": st.sampled_from(LOSS_TYPES),
+        "beta": st.sampled_from([0.0, 0.1]),
+        "use_bias_correction_kl": st.booleans(),
+        "delta": st.sampled_from([None, 1.5]),
+        "epsilon_low": st.sampled_from([0.2, 0.1]),
+        "epsilon_high": st.sampled_from([0.2, 0.4]),
+        "top_entropy_quantile": st.sampled_from([1.0, 0.5]),
+        "sampling_cap": st.sampled_from([2.0, 1.1]),
+        "kl_estimator": st.sampled_from(["k1", "k2", "k3"]),
+    }
+)
 
 
 def twin_loss(batch, o, per_token, on_policy, corrected):
@@ -936,7 +1160,11 @@ def twin_loss(batch, o, per_token, on_policy, corrected):
         for t in range(n):
             r, A = math.exp(d[t]), batch.rows("tokens")[i][t] if per_token else batch.rows("A")[i]
             if o["policy_loss"] == "clip":
-                low, high, l = 1 - o["epsilon_low"], 1 + o["epsilon_high"], twin_clipped(r, A, o["epsilon_low"], o["epsilon_high"], o["delta"])
+                low, high, l = (
+                    1 - o["epsilon_low"],
+                    1 + o["epsilon_high"],
+                    twin_clipped(r, A, o["epsilon_low"], o["epsilon_high"], o["delta"]),
+                )
             elif o["policy_loss"] == "cispo":
                 low, high, l = 0, o["epsilon_high"], -min(r, o["epsilon_high"]) * A * logps[t]
             else:
@@ -960,8 +1188,16 @@ def twin_loss(batch, o, per_token, on_policy, corrected):
 def test_grpo_loss(batch, o, per_token, on_policy, corrected):
     (logps,) = requires_grad(batch, "logps")
     loss, metrics = grpo.grpo_loss(
-        logps, batch["tokens"] if per_token else batch["A"], batch.mask, old_logps=None if on_policy else batch["old"], ref_logps=batch["ref"],
-        entropies=batch["entropies"], sampling_logps=batch["sampled"] if corrected else None, max_completion_length=7, **o)
+        logps,
+        batch["tokens"] if per_token else batch["A"],
+        batch.mask,
+        old_logps=None if on_policy else batch["old"],
+        ref_logps=batch["ref"],
+        entropies=batch["entropies"],
+        sampling_logps=batch["sampled"] if corrected else None,
+        max_completion_length=7,
+        **o,
+    )
     want, counts = twin_loss(batch, o, per_token, on_policy, corrected)
     assert loss.item() == pytest.approx(want, abs=1e-10)
     loss.backward()
@@ -980,12 +1216,27 @@ def test_gradient_of_the_loss_by_finite_differences():
     logps, old, ref = (torch.randn(4, 3, dtype=torch.float64) * 0.5 - 2 for _ in range(3))
     mask, A = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]), f64([1.0, -1.0, 0.5, -0.5])
     for o in itertools.product(["clip", "sapo"], ["token", "sequence"], LOSS_TYPES, [None, 1.3]):
-        f = lambda x: grpo.grpo_loss(x, A, mask, old_logps=old, ref_logps=ref, beta=0.3, policy_loss=o[0], importance_sampling_level=o[1], loss_type=o[2],
-                                     delta=o[3], max_completion_length=5, use_bias_correction_kl=True)[0]
+        f = lambda x: grpo.grpo_loss(
+            x,
+            A,
+            mask,
+            old_logps=old,
+            ref_logps=ref,
+            beta=0.3,
+            policy_loss=o[0],
+            importance_sampling_level=o[1],
+            loss_type=o[2],
+            delta=o[3],
+            max_completion_length=5,
+            use_bias_correction_kl=True,
+        )[0]
         assert torch.autograd.gradcheck(f, logps.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("A, r, delta, want", [(-1.0, 9.0, None, 9.0), (-1.0, 9.0, 3.0, 3.0), (-1.0, 0.5, 3.0, 0.8), (1.0, 9.0, 3.0, -1.2), (1.0, 0.5, 3.0, -0.5)])
+@pytest.mark.parametrize(
+    "A, r, delta, want",
+    [(-1.0, 9.0, None, 9.0), (-1.0, 9.0, 3.0, 3.0), (-1.0, 0.5, 3.0, 0.8), (1.0, 9.0, 3.0, -1.2), (1.0, 0.5, 3.0, -0.5)],
+)
 def test_the_loss_passes_its_bounds_on(A, r, delta, want):
     x = f64([[math.log(r)]])
     close(grpo.grpo_loss(x, f64([A]), torch.ones(1, 1), old_logps=torch.zeros_like(x), delta=delta)[0], want)
@@ -1008,7 +1259,11 @@ def test_sequence_level_metrics_are_means_over_rows():
     _, metrics = grpo.grpo_loss(logps, f64([1.0, -1.0, 1.0, 1.0]), mask, old_logps=old, importance_sampling_level="sequence")
     assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
     _, metrics = grpo.grpo_loss(logps, f64([1.0, -1.0, 1.0, 1.0]), mask, old_logps=old)
-    assert metrics == {"clip_ratio/low_mean": pytest.approx(1 / 9), "clip_ratio/high_mean": pytest.approx(3 / 9), "clip_ratio/region_mean": pytest.approx(4 / 9)}
+    assert metrics == {
+        "clip_ratio/low_mean": pytest.approx(1 / 9),
+        "clip_ratio/high_mean": pytest.approx(3 / 9),
+        "clip_ratio/region_mean": pytest.approx(4 / 9),
+    }
 
 
 def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforce():
@@ -1020,7 +1275,9 @@ def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforce():
     close(got, torch.autograd.grad(-(A[:, None] * logps).sum() / 18, theta, retain_graph=True)[0])
     assert got.norm() > 0.01
     ragged = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 6)
-    assert grpo.grpo_loss(logps, A * f64([2.0] * 3 + [1.0] * 6) + f64([0.5] * 3 + [-0.25] * 6), ragged)[0].item() != pytest.approx(0.0, abs=1e-3)
+    assert grpo.grpo_loss(logps, A * f64([2.0] * 3 + [1.0] * 6) + f64([0.5] * 3 + [-0.25] * 6), ragged)[
+        0
+    ].item() != pytest.approx(0.0, abs=1e-3)
     close(grpo.grpo_loss(logps, A, torch.ones(9, 2), old_logps=logps.detach())[0], loss)
 
 
@@ -1028,7 +1285,11 @@ def test_the_expected_gradient_is_the_policy_gradient():
     theta, logps, _ = enumeration()
     rewards = f64([1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 2.0])
     probabilities = logps.detach().sum(1).exp()
-    surrogate = sum(p * grpo.grpo_loss(logps[i : i + 1], rewards[i : i + 1], torch.ones(1, 2), loss_type="dr_grpo", max_completion_length=1)[0] for i, p in enumerate(probabilities))
+    surrogate = sum(
+        p
+        * grpo.grpo_loss(logps[i : i + 1], rewards[i : i + 1], torch.ones(1, 2), loss_type="dr_grpo", max_completion_length=1)[0]
+        for i, p in enumerate(probabilities)
+    )
     value = (logps.sum(1).exp() * rewards).sum()
     close(torch.autograd.grad(surrogate, theta, retain_graph=True)[0], -torch.autograd.grad(value, theta)[0])
 
@@ -1036,8 +1297,19 @@ def test_the_expected_gradient_is_the_policy_gradient():
 def test_a_batch_without_a_token_is_zero():
     x, mask = torch.full((2, 3), nan, dtype=torch.float64, requires_grad=True), torch.zeros(2, 3)
     for loss_type, level in itertools.product(LOSS_TYPES, ("token", "sequence")):
-        loss, metrics = grpo.grpo_loss(x, f64([1.0, -1.0]), mask, old_logps=x.detach(), ref_logps=x.detach(), entropies=x.detach(), beta=0.1, top_entropy_quantile=0.5,
-                                       loss_type=loss_type, importance_sampling_level=level, max_completion_length=3)
+        loss, metrics = grpo.grpo_loss(
+            x,
+            f64([1.0, -1.0]),
+            mask,
+            old_logps=x.detach(),
+            ref_logps=x.detach(),
+            entropies=x.detach(),
+            beta=0.1,
+            top_entropy_quantile=0.5,
+            loss_type=loss_type,
+            importance_sampling_level=level,
+            max_completion_length=3,
+        )
         loss.backward()
         assert loss.item() == 0.0 and set(metrics.values()) == {0.0} and not x.grad.any()
 
@@ -1045,26 +1317,69 @@ def test_a_batch_without_a_token_is_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtypes_are_kept(dtype):
     x, mask, A = torch.full((4, 3), -1.0, dtype=dtype), torch.ones(4, 3), torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=dtype)
-    results = [*grpo.group_stats(A, 2), grpo.group_advantages(A, 2), grpo.group_advantages(A, 2, scale_rewards="batch"), grpo.leave_one_out_advantages(A, 2),
-               grpo.process_advantages(x, torch.zeros(4, 3, dtype=torch.long), mask, 2), *grpo.gae_advantages(x, x, mask), grpo.broadcast_advantages(A, mask),
-               grpo.combine_rewards(x, [1.0, 2.0, 3.0]), grpo.selective_log_softmax(x[None], torch.zeros(1, 4, dtype=torch.long)), grpo.entropy_from_logits(x[None]),
-               grpo.importance_ratio(x, x, mask), grpo.clip_ratio(x), grpo.clipped_surrogate_loss(x, A), grpo.cispo_loss(x, x, A), grpo.sapo_loss(x, A),
-               grpo.truncated_importance_ratio(x, x), grpo.kl_estimate(x, x), grpo.kl_penalized_rewards(A, x, x, mask, beta=0.1), grpo.top_entropy_mask(-x, mask.to(dtype), 0.5),
-               *(grpo.aggregate(x, mask, loss_type=kind, max_completion_length=3) for kind in LOSS_TYPES), grpo.grpo_loss(x, A, mask)[0]]
+    results = [
+        *grpo.group_stats(A, 2),
+        grpo.group_advantages(A, 2),
+        grpo.group_advantages(A, 2, scale_rewards="batch"),
+        grpo.leave_one_out_advantages(A, 2),
+        grpo.process_advantages(x, torch.zeros(4, 3, dtype=torch.long), mask, 2),
+        *grpo.gae_advantages(x, x, mask),
+        grpo.broadcast_advantages(A, mask),
+        grpo.combine_rewards(x, [1.0, 2.0, 3.0]),
+        grpo.selective_log_softmax(x[None], torch.zeros(1, 4, dtype=torch.long)),
+        grpo.entropy_from_logits(x[None]),
+        grpo.importance_ratio(x, x, mask),
+        grpo.clip_ratio(x),
+        grpo.clipped_surrogate_loss(x, A),
+        grpo.cispo_loss(x, x, A),
+        grpo.sapo_loss(x, A),
+        grpo.truncated_importance_ratio(x, x),
+        grpo.kl_estimate(x, x),
+        grpo.kl_penalized_rewards(A, x, x, mask, beta=0.1),
+        grpo.top_entropy_mask(-x, mask.to(dtype), 0.5),
+        *(grpo.aggregate(x, mask, loss_type=kind, max_completion_length=3) for kind in LOSS_TYPES),
+        grpo.grpo_loss(x, A, mask)[0],
+    ]
     assert {result.dtype for result in results} == {dtype}
 
 
 # Wrong input ---------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {  # part of the contract: what a call without options computes
-    "group_stats": dict(correction=1), "group_advantages": dict(scale_rewards="group", correction=1, eps=1e-4), "process_advantages": dict(correction=1, eps=1e-4),
-    "gae_advantages": dict(gamma=1.0, lam=0.95), "per_token_logps": dict(temperature=1.0, compute_entropy=False), "importance_ratio": dict(importance_sampling_level="token"),
-    "clip_ratio": dict(epsilon_low=0.2, epsilon_high=0.2), "clipped_surrogate_loss": dict(epsilon_low=0.2, epsilon_high=0.2, delta=None), "cispo_loss": dict(epsilon_high=5.0),
-    "sapo_loss": dict(temperature_pos=1.0, temperature_neg=1.05), "truncated_importance_ratio": dict(cap=2.0), "kl_estimate": dict(estimator="k3"),
+    "group_stats": dict(correction=1),
+    "group_advantages": dict(scale_rewards="group", correction=1, eps=1e-4),
+    "process_advantages": dict(correction=1, eps=1e-4),
+    "gae_advantages": dict(gamma=1.0, lam=0.95),
+    "per_token_logps": dict(temperature=1.0, compute_entropy=False),
+    "importance_ratio": dict(importance_sampling_level="token"),
+    "clip_ratio": dict(epsilon_low=0.2, epsilon_high=0.2),
+    "clipped_surrogate_loss": dict(epsilon_low=0.2, epsilon_high=0.2, delta=None),
+    "cispo_loss": dict(epsilon_high=5.0),
+    "sapo_loss": dict(temperature_pos=1.0, temperature_neg=1.05),
+    "truncated_importance_ratio": dict(cap=2.0),
+    "kl_estimate": dict(estimator="k3"),
     "aggregate": dict(max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None),
-    "grpo_loss": dict(old_logps=None, ref_logps=None, entropies=None, sampling_logps=None, beta=0.0, epsilon_low=0.2, epsilon_high=0.2, delta=None, loss_type="dapo",
-                      importance_sampling_level="token", policy_loss="clip", top_entropy_quantile=1.0, kl_estimator="k3", use_bias_correction_kl=False, sampling_cap=2.0,
-                      max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None)}
+    "grpo_loss": dict(
+        old_logps=None,
+        ref_logps=None,
+        entropies=None,
+        sampling_logps=None,
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        delta=None,
+        loss_type="dapo",
+        importance_sampling_level="token",
+        policy_loss="clip",
+        top_entropy_quantile=1.0,
+        kl_estimator="k3",
+        use_bias_correction_kl=False,
+        sampling_cap=2.0,
+        max_completion_length=None,
+        num_items_in_batch=None,
+        num_rows_in_batch=None,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -1076,59 +1391,145 @@ def test_defaults(name):
 X, M, V = torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4)
 IDS = torch.zeros(4, 3, dtype=torch.long)
 WRONG = [  # the argument that the message must name, and the call
-    ("rewards", lambda: grpo.group_stats(X, 2)), ("rewards", lambda: grpo.group_stats([1.0, 2.0], 2)), ("rewards", lambda: grpo.group_stats(IDS[:, 0], 2)),
-    ("num_generations", lambda: grpo.group_stats(V, 3)), ("num_generations", lambda: grpo.group_stats(V, 1)), ("num_generations", lambda: grpo.group_stats(V, 0)),
-    ("num_generations", lambda: grpo.group_stats(V, 2.0)), ("correction", lambda: grpo.group_stats(V, 2, correction=-1)), ("correction", lambda: grpo.group_stats(V, 2, correction=nan)),
-    ("num_generations", lambda: grpo.group_advantages(V, 3)), ("num_generations", lambda: grpo.group_advantages(V, 1)), ("num_generations", lambda: grpo.group_advantages(V, -2)),
-    ("eps", lambda: grpo.group_advantages(V, 2, eps=-1e-4)), ("eps", lambda: grpo.group_advantages(V, 2, eps=nan)), ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards="std")),
-    ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards=True)), ("rewards", lambda: grpo.group_advantages(V.to(torch.complex64), 2)),
-    ("num_generations", lambda: grpo.leave_one_out_advantages(V, 1)), ("num_generations", lambda: grpo.leave_one_out_advantages(V, 3)), ("rewards", lambda: grpo.leave_one_out_advantages(X, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, X, M, 2)), ("step_ends", lambda: grpo.process_advantages(X, IDS[:, :2], M, 2)), ("step_ends", lambda: grpo.process_advantages(X, IDS + 3, M, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, IDS - 1, M, 2)), ("completion_mask", lambda: grpo.process_advantages(X, IDS, M[:2], 2)), ("num_generations", lambda: grpo.process_advantages(X, IDS, M, 3)),
-    ("eps", lambda: grpo.process_advantages(X, IDS, M, 2, eps=nan)), ("correction", lambda: grpo.process_advantages(X, IDS, M, 2, correction=nan)), ("correction", lambda: grpo.group_advantages(V, 2, correction=nan)),
-    ("step_ends", lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 2]] * 3 + [[0, 1, 3]]), M, 2)), ("advantages", lambda: grpo.clipped_surrogate_loss(X[:, :1], V[:3])),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:3, :1], V)), ("advantages", lambda: grpo.sapo_loss(X[:, :1], V[:3])), ("completion_mask", lambda: grpo.aggregate(X[:3, :1], M, loss_type="grpo")),
-    ("entropies", lambda: grpo.grpo_loss(X, V, M, entropies=V)), ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_low=nan)),
-    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_high=nan)), ("delta", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", delta=nan)),
-    ("advantages", lambda: grpo.grpo_loss(X, torch.zeros(5, 3), M)), ("step_rewards", lambda: grpo.process_advantages(V, IDS, M, 2)),
-    ("values", lambda: grpo.gae_advantages(X, X[:, :2], M)), ("gamma", lambda: grpo.gae_advantages(X, X, M, gamma=1.1)), ("lam", lambda: grpo.gae_advantages(X, X, M, lam=-0.1)),
-    ("completion_mask", lambda: grpo.gae_advantages(X, X, M[:, :2])), ("lam", lambda: grpo.gae_advantages(X, X, M, lam=nan)),
-    ("advantages", lambda: grpo.broadcast_advantages(X, M)), ("completion_mask", lambda: grpo.broadcast_advantages(V, M[:3])),
-    ("rewards_per_func", lambda: grpo.combine_rewards(V)), ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, 2.0])), ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, nan, 1.0])),
-    ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, 6)), ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, -1)),
+    ("rewards", lambda: grpo.group_stats(X, 2)),
+    ("rewards", lambda: grpo.group_stats([1.0, 2.0], 2)),
+    ("rewards", lambda: grpo.group_stats(IDS[:, 0], 2)),
+    ("num_generations", lambda: grpo.group_stats(V, 3)),
+    ("num_generations", lambda: grpo.group_stats(V, 1)),
+    ("num_generations", lambda: grpo.group_stats(V, 0)),
+    ("num_generations", lambda: grpo.group_stats(V, 2.0)),
+    ("correction", lambda: grpo.group_stats(V, 2, correction=-1)),
+    ("correction", lambda: grpo.group_stats(V, 2, correction=nan)),
+    ("num_generations", lambda: grpo.group_advantages(V, 3)),
+    ("num_generations", lambda: grpo.group_advantages(V, 1)),
+    ("num_generations", lambda: grpo.group_advantages(V, -2)),
+    ("eps", lambda: grpo.group_advantages(V, 2, eps=-1e-4)),
+    ("eps", lambda: grpo.group_advantages(V, 2, eps=nan)),
+    ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards="std")),
+    ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards=True)),
+    ("rewards", lambda: grpo.group_advantages(V.to(torch.complex64), 2)),
+    ("num_generations", lambda: grpo.leave_one_out_advantages(V, 1)),
+    ("num_generations", lambda: grpo.leave_one_out_advantages(V, 3)),
+    ("rewards", lambda: grpo.leave_one_out_advantages(X, 2)),
+    ("step_ends", lambda: grpo.process_advantages(X, X, M, 2)),
+    ("step_ends", lambda: grpo.process_advantages(X, IDS[:, :2], M, 2)),
+    ("step_ends", lambda: grpo.process_advantages(X, IDS + 3, M, 2)),
+    ("step_ends", lambda: grpo.process_advantages(X, IDS - 1, M, 2)),
+    ("completion_mask", lambda: grpo.process_advantages(X, IDS, M[:2], 2)),
+    ("num_generations", lambda: grpo.process_advantages(X, IDS, M, 3)),
+    ("eps", lambda: grpo.process_advantages(X, IDS, M, 2, eps=nan)),
+    ("correction", lambda: grpo.process_advantages(X, IDS, M, 2, correction=nan)),
+    ("correction", lambda: grpo.group_advantages(V, 2, correction=nan)),
+    ("step_ends", lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 2]] * 3 + [[0, 1, 3]]), M, 2)),
+    ("advantages", lambda: grpo.clipped_surrogate_loss(X[:, :1], V[:3])),
+    ("ratio", lambda: grpo.cispo_loss(X, X[:3, :1], V)),
+    ("advantages", lambda: grpo.sapo_loss(X[:, :1], V[:3])),
+    ("completion_mask", lambda: grpo.aggregate(X[:3, :1], M, loss_type="grpo")),
+    ("entropies", lambda: grpo.grpo_loss(X, V, M, entropies=V)),
+    ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_low=nan)),
+    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_high=nan)),
+    ("delta", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", delta=nan)),
+    ("advantages", lambda: grpo.grpo_loss(X, torch.zeros(5, 3), M)),
+    ("step_rewards", lambda: grpo.process_advantages(V, IDS, M, 2)),
+    ("values", lambda: grpo.gae_advantages(X, X[:, :2], M)),
+    ("gamma", lambda: grpo.gae_advantages(X, X, M, gamma=1.1)),
+    ("lam", lambda: grpo.gae_advantages(X, X, M, lam=-0.1)),
+    ("completion_mask", lambda: grpo.gae_advantages(X, X, M[:, :2])),
+    ("lam", lambda: grpo.gae_advantages(X, X, M, lam=nan)),
+    ("advantages", lambda: grpo.broadcast_advantages(X, M)),
+    ("completion_mask", lambda: grpo.broadcast_advantages(V, M[:3])),
+    ("rewards_per_func", lambda: grpo.combine_rewards(V)),
+    ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, 2.0])),
+    ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, nan, 1.0])),
+    ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, 6)),
+    ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, -1)),
     ("max_completion_len", lambda: grpo.get_soft_overlong_punishment(-5, 0)),
-    ("completion_ids", lambda: grpo.completion_mask(X, 1)), ("completion_ids", lambda: grpo.completion_mask([[1]], 1)), ("eos_token_ids", lambda: grpo.completion_mask(IDS, None)),
-    ("completion_ids", lambda: grpo.completion_mask(IDS.to(torch.complex64), 1)), ("estimator", lambda: grpo.kl_estimate(X, X, estimator=3)), ("estimator", lambda: grpo.kl_estimate(X, X, estimator=V.numpy())),
-    ("loss_type", lambda: grpo.aggregate(X, M, loss_type=None)), ("eos_token_ids", lambda: grpo.completion_mask(IDS, 1.5)), ("completion_ids", lambda: grpo.completion_mask(IDS[0], 1)),
-    ("index", lambda: grpo.selective_log_softmax(X[None], IDS)), ("index", lambda: grpo.selective_log_softmax(X[None], X[:1])), ("logits", lambda: grpo.selective_log_softmax(X, IDS)),
-    ("logits", lambda: grpo.entropy_from_logits(X)), ("logits", lambda: grpo.entropy_from_logits(IDS[None])),
-    ("old_logps", lambda: grpo.importance_ratio(X, X[:2], M)), ("completion_mask", lambda: grpo.importance_ratio(X, X, M[:, :1])), ("logps", lambda: grpo.importance_ratio(V, X, M)),
-    ("importance_sampling_level", lambda: grpo.importance_ratio(X, X, M, importance_sampling_level="word")), ("ratio", lambda: grpo.clip_ratio(V)),
-    ("epsilon_low", lambda: grpo.clip_ratio(X, -0.1)), ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, nan)), ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, "0.2")),
-    ("advantages", lambda: grpo.clipped_surrogate_loss(X, V[:3])), ("advantages", lambda: grpo.clipped_surrogate_loss(X, X[:, :1])), ("advantages", lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3))),
-    ("epsilon_low", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_low=-1)), ("epsilon_high", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_high=nan)),
-    ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=0)), ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=nan)), ("ratio", lambda: grpo.clipped_surrogate_loss(V, V)),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:, :2], V)), ("ratio", lambda: grpo.cispo_loss(X, X[:3], V)), ("epsilon_high", lambda: grpo.cispo_loss(X, X, V, epsilon_high=-1)), ("advantages", lambda: grpo.cispo_loss(X, X, V[:2])),
-    ("logps", lambda: grpo.cispo_loss(V, X, V)), ("temperature_pos", lambda: grpo.sapo_loss(X, V, temperature_pos=0)), ("temperature_neg", lambda: grpo.sapo_loss(X, V, temperature_neg=nan)),
-    ("advantages", lambda: grpo.sapo_loss(X, V[:2])), ("ratio", lambda: grpo.sapo_loss(V, V)), ("cap", lambda: grpo.truncated_importance_ratio(X, X, cap=0)),
-    ("sampling_logps", lambda: grpo.truncated_importance_ratio(X, V)), ("old_logps", lambda: grpo.truncated_importance_ratio(V, V)),
-    ("estimator", lambda: grpo.kl_estimate(X, X, estimator="k4")), ("ref_logps", lambda: grpo.kl_estimate(X, X[:, :1])), ("logps", lambda: grpo.kl_estimate(V, V)),
-    ("scores", lambda: grpo.kl_penalized_rewards(X, X, X, M, beta=0.1)), ("beta", lambda: grpo.kl_penalized_rewards(V, X, X, M, beta=-1)), ("ref_logps", lambda: grpo.kl_penalized_rewards(V, X, V, M, beta=1)),
-    ("logps", lambda: grpo.kl_penalized_rewards(V, V, X, M, beta=1)), ("completion_mask", lambda: grpo.kl_penalized_rewards(V, X, X, V, beta=1)),
-    ("quantile", lambda: grpo.top_entropy_mask(X, M, 1.5)), ("quantile", lambda: grpo.top_entropy_mask(X, M, nan)), ("entropies", lambda: grpo.top_entropy_mask(V, M, 0.5)),
+    ("completion_ids", lambda: grpo.completion_mask(X, 1)),
+    ("completion_ids", lambda: grpo.completion_mask([[1]], 1)),
+    ("eos_token_ids", lambda: grpo.completion_mask(IDS, None)),
+    ("completion_ids", lambda: grpo.completion_mask(IDS.to(torch.complex64), 1)),
+    ("estimator", lambda: grpo.kl_estimate(X, X, estimator=3)),
+    ("estimator", lambda: grpo.kl_estimate(X, X, estimator=V.numpy())),
+    ("loss_type", lambda: grpo.aggregate(X, M, loss_type=None)),
+    ("eos_token_ids", lambda: grpo.completion_mask(IDS, 1.5)),
+    ("completion_ids", lambda: grpo.completion_mask(IDS[0], 1)),
+    ("index", lambda: grpo.selective_log_softmax(X[None], IDS)),
+    ("index", lambda: grpo.selective_log_softmax(X[None], X[:1])),
+    ("logits", lambda: grpo.selective_log_softmax(X, IDS)),
+    ("logits", lambda: grpo.entropy_from_logits(X)),
+    ("logits", lambda: grpo.entropy_from_logits(IDS[None])),
+    ("old_logps", lambda: grpo.importance_ratio(X, X[:2], M)),
+    ("completion_mask", lambda: grpo.importance_ratio(X, X, M[:, :1])),
+    ("logps", lambda: grpo.importance_ratio(V, X, M)),
+    ("importance_sampling_level", lambda: grpo.importance_ratio(X, X, M, importance_sampling_level="word")),
+    ("ratio", lambda: grpo.clip_ratio(V)),
+    ("epsilon_low", lambda: grpo.clip_ratio(X, -0.1)),
+    ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, nan)),
+    ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, "0.2")),
+    ("advantages", lambda: grpo.clipped_surrogate_loss(X, V[:3])),
+    ("advantages", lambda: grpo.clipped_surrogate_loss(X, X[:, :1])),
+    ("advantages", lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3))),
+    ("epsilon_low", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_low=-1)),
+    ("epsilon_high", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_high=nan)),
+    ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=0)),
+    ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=nan)),
+    ("ratio", lambda: grpo.clipped_surrogate_loss(V, V)),
+    ("ratio", lambda: grpo.cispo_loss(X, X[:, :2], V)),
+    ("ratio", lambda: grpo.cispo_loss(X, X[:3], V)),
+    ("epsilon_high", lambda: grpo.cispo_loss(X, X, V, epsilon_high=-1)),
+    ("advantages", lambda: grpo.cispo_loss(X, X, V[:2])),
+    ("logps", lambda: grpo.cispo_loss(V, X, V)),
+    ("temperature_pos", lambda: grpo.sapo_loss(X, V, temperature_pos=0)),
+    ("temperature_neg", lambda: grpo.sapo_loss(X, V, temperature_neg=nan)),
+    ("advantages", lambda: grpo.sapo_loss(X, V[:2])),
+    ("ratio", lambda: grpo.sapo_loss(V, V)),
+    ("cap", lambda: grpo.truncated_importance_ratio(X, X, cap=0)),
+    ("sampling_logps", lambda: grpo.truncated_importance_ratio(X, V)),
+    ("old_logps", lambda: grpo.truncated_importance_ratio(V, V)),
+    ("estimator", lambda: grpo.kl_estimate(X, X, estimator="k4")),
+    ("ref_logps", lambda: grpo.kl_estimate(X, X[:, :1])),
+    ("logps", lambda: grpo.kl_estimate(V, V)),
+    ("scores", lambda: grpo.kl_penalized_rewards(X, X, X, M, beta=0.1)),
+    ("beta", lambda: grpo.kl_penalized_rewards(V, X, X, M, beta=-1)),
+    ("ref_logps", lambda: grpo.kl_penalized_rewards(V, X, V, M, beta=1)),
+    ("logps", lambda: grpo.kl_penalized_rewards(V, V, X, M, beta=1)),
+    ("completion_mask", lambda: grpo.kl_penalized_rewards(V, X, X, V, beta=1)),
+    ("quantile", lambda: grpo.top_entropy_mask(X, M, 1.5)),
+    ("quantile", lambda: grpo.top_entropy_mask(X, M, nan)),
+    ("entropies", lambda: grpo.top_entropy_mask(V, M, 0.5)),
     ("completion_mask", lambda: grpo.top_entropy_mask(X, M[:2], 0.5)),
-    ("loss_type", lambda: grpo.aggregate(X, M, loss_type="mean")), ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="dr_grpo")), ("completion_mask", lambda: grpo.aggregate(X, M[:, :2], loss_type="grpo")),
-    ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="grpo", max_completion_length=0)), ("num_items_in_batch", lambda: grpo.aggregate(X, M, loss_type="dapo", num_items_in_batch=-1)),
-    ("num_rows_in_batch", lambda: grpo.aggregate(X, M, loss_type="grpo", num_rows_in_batch=0)), ("per_token_loss", lambda: grpo.aggregate(V, M, loss_type="grpo")),
-    ("ref_logps", lambda: grpo.grpo_loss(X, V, M, beta=0.1)), ("entropies", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=0.5)), ("beta", lambda: grpo.grpo_loss(X, V, M, beta=nan)),
-    ("advantages", lambda: grpo.grpo_loss(X, V[:3], M)), ("old_logps", lambda: grpo.grpo_loss(X, V, M, old_logps=V)), ("policy_loss", lambda: grpo.grpo_loss(X, V, M, policy_loss="ppo")),
-    ("kl_estimator", lambda: grpo.grpo_loss(X, V, M, kl_estimator="k9")), ("sampling_cap", lambda: grpo.grpo_loss(X, V, M, sampling_cap=0)), ("delta", lambda: grpo.grpo_loss(X, V, M, delta=-1)),
-    ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, epsilon_low=nan)), ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, epsilon_high=-1)), ("logps", lambda: grpo.grpo_loss(V, V, M)),
-    ("completion_mask", lambda: grpo.grpo_loss(X, V, V)), ("sampling_logps", lambda: grpo.grpo_loss(X, V, M, sampling_logps=V)), ("max_completion_length", lambda: grpo.grpo_loss(X, V, M, loss_type="dr_grpo")),
-    ("loss_type", lambda: grpo.grpo_loss(X, V, M, loss_type="x")), ("importance_sampling_level", lambda: grpo.grpo_loss(X, V, M, importance_sampling_level="x")),
-    ("top_entropy_quantile", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=-0.1, entropies=X)), ("temperature", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, temperature=0)),
-    ("completion_ids", lambda: grpo.per_token_logps(None, IDS, M, X, M)), ("completion_mask", lambda: grpo.per_token_logps(None, IDS, M, IDS, M[:2])), ("chunk_size", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, chunk_size=0)),
-    ("prompt_ids", lambda: grpo.per_token_logps(None, X, M, IDS, M)), ("prompt_mask", lambda: grpo.per_token_logps(None, IDS, M[:, :2], IDS, M))]
+    ("loss_type", lambda: grpo.aggregate(X, M, loss_type="mean")),
+    ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="dr_grpo")),
+    ("completion_mask", lambda: grpo.aggregate(X, M[:, :2], loss_type="grpo")),
+    ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="grpo", max_completion_length=0)),
+    ("num_items_in_batch", lambda: grpo.aggregate(X, M, loss_type="dapo", num_items_in_batch=-1)),
+    ("num_rows_in_batch", lambda: grpo.aggregate(X, M, loss_type="grpo", num_rows_in_batch=0)),
+    ("per_token_loss", lambda: grpo.aggregate(V, M, loss_type="grpo")),
+    ("ref_logps", lambda: grpo.grpo_loss(X, V, M, beta=0.1)),
+    ("entropies", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=0.5)),
+    ("beta", lambda: grpo.grpo_loss(X, V, M, beta=nan)),
+    ("advantages", lambda: grpo.grpo_loss(X, V[:3], M)),
+    ("old_logps", lambda: grpo.grpo_loss(X, V, M, old_logps=V)),
+    ("policy_loss", lambda: grpo.grpo_loss(X, V, M, policy_loss="ppo")),
+    ("kl_estimator", lambda: grpo.grpo_loss(X, V, M, kl_estimator="k9")),
+    ("sampling_cap", lambda: grpo.grpo_loss(X, V, M, sampling_cap=0)),
+    ("delta", lambda: grpo.grpo_loss(X, V, M, delta=-1)),
+    ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, epsilon_low=nan)),
+    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, epsilon_high=-1)),
+    ("logps", lambda: grpo.grpo_loss(V, V, M)),
+    ("completion_mask", lambda: grpo.grpo_loss(X, V, V)),
+    ("sampling_logps", lambda: grpo.grpo_loss(X, V, M, sampling_logps=V)),
+    ("max_completion_length", lambda: grpo.grpo_loss(X, V, M, loss_type="dr_grpo")),
+    ("loss_type", lambda: grpo.grpo_loss(X, V, M, loss_type="x")),
+    ("importance_sampling_level", lambda: grpo.grpo_loss(X, V, M, importance_sampling_level="x")),
+    ("top_entropy_quantile", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=-0.1, entropies=X)),
+    ("temperature", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, temperature=0)),
+    ("completion_ids", lambda: grpo.per_token_logps(None, IDS, M, X, M)),
+    ("completion_mask", lambda: grpo.per_token_logps(None, IDS, M, IDS, M[:2])),
+    ("chunk_size", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, chunk_size=0)),
+    ("prompt_ids", lambda: grpo.per_token_logps(None, X, M, IDS, M)),
+    ("prompt_mask", lambda: grpo.per_token_logps(None, IDS, M[:, :2], IDS, M)),
+]
 
 
 @pytest.mark.parametrize("name, call", WRONG, ids=[f"{i}-{name}" for i, (name, _) in enumerate(WRONG)])
@@ -1140,20 +1541,39 @@ def test_wrong_input_is_named(name, call):
 @own_only
 def test_messages_say_what_came_and_what_is_allowed():
     for call, message in [
-            (lambda: grpo.group_stats(torch.zeros(5), 2), "num_generations: got int 2; allowed is a number that divides B = 5"),
-            (lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 3]] * 4), M, 2), "step_ends: got 0 ... 3; allowed is 0 ... T-1 = 2"),
-            (lambda: grpo.group_stats(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
-            (lambda: grpo.group_advantages(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
-            (lambda: grpo.leave_one_out_advantages(V, 1), "num_generations: got 1; allowed is 2 or more, there must be others to compare with"),
-            (lambda: grpo.combine_rewards(X, [1.0, 2.0, inf]), "reward_weights: got [1.0, 2.0, inf]; allowed is finite numbers"),
-            (lambda: grpo.get_soft_overlong_punishment(5, 6), "soft_punish_cache: got 6; allowed is at most max_completion_len = 5"),
-            (lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3)), "advantages: got dtype torch.float32, shape (3,); allowed is a tensor of dtype floating-point and shape (B=4) or (B=4, T=3)"),
-            (lambda: grpo.clipped_surrogate_loss(V, V), "ratio: got dtype torch.float32, shape (4,); allowed is a tensor of dtype floating-point and shape (B, 1) or (B, T)"),
-            (lambda: grpo.clipped_surrogate_loss(X, V, delta=-1), "delta: got int -1; allowed is a number > 0"),
-            (lambda: grpo.clip_ratio(X, torch.tensor(-0.5)), "epsilon_low: got Tensor tensor(-0.5000); allowed is a number >= 0"),
-            (lambda: grpo.kl_estimate(X, X, estimator="k4"), "estimator: got str 'k4'; allowed is 'k1' or 'k2' or 'k3'"),
-            (lambda: grpo.aggregate(X, M, loss_type="dr_grpo"), "max_completion_length: got NoneType None; allowed is a number > 0"),
-            (lambda: grpo.completion_mask(X, 1), "completion_ids: got dtype torch.float32, shape (4, 3); allowed is a tensor of dtype int and shape (B, T)")]:
+        (lambda: grpo.group_stats(torch.zeros(5), 2), "num_generations: got int 2; allowed is a number that divides B = 5"),
+        (
+            lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 3]] * 4), M, 2),
+            "step_ends: got 0 ... 3; allowed is 0 ... T-1 = 2",
+        ),
+        (lambda: grpo.group_stats(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
+        (
+            lambda: grpo.group_advantages(V, 2, correction=2),
+            "num_generations: got 2 with correction = 2; allowed is a larger one",
+        ),
+        (
+            lambda: grpo.leave_one_out_advantages(V, 1),
+            "num_generations: got 1; allowed is 2 or more, there must be others to compare with",
+        ),
+        (lambda: grpo.combine_rewards(X, [1.0, 2.0, inf]), "reward_weights: got [1.0, 2.0, inf]; allowed is finite numbers"),
+        (lambda: grpo.get_soft_overlong_punishment(5, 6), "soft_punish_cache: got 6; allowed is at most max_completion_len = 5"),
+        (
+            lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3)),
+            "advantages: got dtype torch.float32, shape (3,); allowed is a tensor of dtype floating-point and shape (B=4) or (B=4, T=3)",
+        ),
+        (
+            lambda: grpo.clipped_surrogate_loss(V, V),
+            "ratio: got dtype torch.float32, shape (4,); allowed is a tensor of dtype floating-point and shape (B, 1) or (B, T)",
+        ),
+        (lambda: grpo.clipped_surrogate_loss(X, V, delta=-1), "delta: got int -1; allowed is a number > 0"),
+        (lambda: grpo.clip_ratio(X, torch.tensor(-0.5)), "epsilon_low: got Tensor tensor(-0.5000); allowed is a number >= 0"),
+        (lambda: grpo.kl_estimate(X, X, estimator="k4"), "estimator: got str 'k4'; allowed is 'k1' or 'k2' or 'k3'"),
+        (lambda: grpo.aggregate(X, M, loss_type="dr_grpo"), "max_completion_length: got NoneType None; allowed is a number > 0"),
+        (
+            lambda: grpo.completion_mask(X, 1),
+            "completion_ids: got dtype torch.float32, shape (4, 3); allowed is a tensor of dtype int and shape (B, T)",
+        ),
+    ]:
         with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
             call()
 
@@ -1177,11 +1597,29 @@ def test_each_function_can_be_pasted_alone():
 
     model, mask, A = causal_lm("llama"), torch.ones(4, 3), f64([1.0, 0.0, 1.0, 0.5])
     x = torch.linspace(-2, -0.1, 12, dtype=torch.float64).view(4, 3)
-    calls = {"accuracy_reward": (["4"], ["4"]), "think_format_reward": (["<think>a</think>b"],), "combine_rewards": (x,), "group_stats": (A, 2), "group_advantages": (A, 2),
-             "leave_one_out_advantages": (A, 2), "process_advantages": (x, IDS, mask, 2), "gae_advantages": (x, x, mask), "broadcast_advantages": (A, mask), "completion_mask": (IDS, 1),
-             "selective_log_softmax": (x[None], IDS[:, :1].view(1, 4)), "entropy_from_logits": (x[None],), "per_token_logps": (model, *scoring_batch()), "importance_ratio": (x, x - 1, mask),
-             "clip_ratio": (x,), "clipped_surrogate_loss": (x, A), "cispo_loss": (x, x, A), "sapo_loss": (x, A), "truncated_importance_ratio": (x, x - 0.1), "kl_estimate": (x, x - 1),
-             "top_entropy_mask": (-x, mask, 0.5)}
+    calls = {
+        "accuracy_reward": (["4"], ["4"]),
+        "think_format_reward": (["<think>a</think>b"],),
+        "combine_rewards": (x,),
+        "group_stats": (A, 2),
+        "group_advantages": (A, 2),
+        "leave_one_out_advantages": (A, 2),
+        "process_advantages": (x, IDS, mask, 2),
+        "gae_advantages": (x, x, mask),
+        "broadcast_advantages": (A, mask),
+        "completion_mask": (IDS, 1),
+        "selective_log_softmax": (x[None], IDS[:, :1].view(1, 4)),
+        "entropy_from_logits": (x[None],),
+        "per_token_logps": (model, *scoring_batch()),
+        "importance_ratio": (x, x - 1, mask),
+        "clip_ratio": (x,),
+        "clipped_surrogate_loss": (x, A),
+        "cispo_loss": (x, x, A),
+        "sapo_loss": (x, A),
+        "truncated_importance_ratio": (x, x - 0.1),
+        "kl_estimate": (x, x - 1),
+        "top_entropy_mask": (-x, mask, 0.5),
+    }
     for name, arguments in calls.items():
         got, want = alone(name)(*arguments), getattr(grpo, name)(*arguments)
         for a, b in zip(got, want) if isinstance(got, (tuple, list)) else [(got, want)]:
@@ -1189,7 +1627,16 @@ def test_each_function_can_be_pasted_alone():
     assert alone("get_soft_overlong_punishment")(4, 2)(completion_ids=[[1] * 3]) == [-0.5]
     assert torch.equal(alone("kl_penalized_rewards")(A, x, x - 1, mask, beta=0.1), grpo.kl_penalized_rewards(A, x, x - 1, mask, beta=0.1))
     assert torch.equal(alone("aggregate")(x, mask, loss_type="grpo"), grpo.aggregate(x, mask, loss_type="grpo"))
-    parts = ("importance_ratio", "clipped_surrogate_loss", "cispo_loss", "sapo_loss", "truncated_importance_ratio", "kl_estimate", "top_entropy_mask", "aggregate")
+    parts = (
+        "importance_ratio",
+        "clipped_surrogate_loss",
+        "cispo_loss",
+        "sapo_loss",
+        "truncated_importance_ratio",
+        "kl_estimate",
+        "top_entropy_mask",
+        "aggregate",
+    )
     assert torch.equal(alone("grpo_loss", *parts)(x, A, mask)[0], grpo.grpo_loss(x, A, mask)[0])
 
 
@@ -1211,18 +1658,47 @@ def trl_loss(batch, o, L):
     pad = lambda x: torch.where(batch.mask != 0, x, -1.0)
     logps = pad(batch["logps"]).requires_grad_()
     stub = types.SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (logps, pad(batch["entropies"]), None), top_entropy_quantile=o["top_entropy_quantile"], beta=o["beta"],
-        off_policy_mask_threshold=None, importance_sampling_level=o["importance_sampling_level"], epsilon_low=o["epsilon_low"], epsilon_high=o["epsilon_high"],
-        loss_type=o["loss_type"] if o["policy_loss"] == "clip" else o["policy_loss"], use_vllm=o["corrected"], vllm_importance_sampling_correction=True, aux_loss_enabled=False,
-        _entropy_bonus_enabled=False, max_completion_length=L, current_gradient_accumulation_steps=1, model=types.SimpleNamespace(training=True),
-        args=types.SimpleNamespace(use_bias_correction_kl=o["use_bias_correction_kl"], delta=o["delta"], sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=1),
-        accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, pad_across_processes=lambda x, **k: x),
-        _metrics={"train": __import__("collections").defaultdict(list)})
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logps, pad(batch["entropies"]), None),
+        top_entropy_quantile=o["top_entropy_quantile"],
+        beta=o["beta"],
+        off_policy_mask_threshold=None,
+        importance_sampling_level=o["importance_sampling_level"],
+        epsilon_low=o["epsilon_low"],
+        epsilon_high=o["epsilon_high"],
+        loss_type=o["loss_type"] if o["policy_loss"] == "clip" else o["policy_loss"],
+        use_vllm=o["corrected"],
+        vllm_importance_sampling_correction=True,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        max_completion_length=L,
+        current_gradient_accumulation_steps=1,
+        model=types.SimpleNamespace(training=True),
+        args=types.SimpleNamespace(
+            use_bias_correction_kl=o["use_bias_correction_kl"],
+            delta=o["delta"],
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=1,
+        ),
+        accelerator=types.SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, pad_across_processes=lambda x, **k: x
+        ),
+        _metrics={"train": __import__("collections").defaultdict(list)},
+    )
     stub.get_high_entropy_mask = types.MethodType(inspect.unwrap(trainer_class.get_high_entropy_mask), stub)
     ids, mask = torch.zeros(batch.mask.shape, dtype=torch.long), batch.mask.double()
-    inputs = dict(prompt_ids=ids, prompt_mask=ids + 1, completion_ids=ids, completion_mask=mask, advantages=batch["A"], old_per_token_logps=pad(batch["old"]),
-                  ref_per_token_logps=pad(batch["ref"]), num_items_in_batch=mask.sum(), importance_sampling_ratio=(pad(batch["old"]) - pad(batch["sampled"])).exp().clamp(max=2.0))
-    torch.set_default_dtype(torch.float64)                                                    # TRL makes sapo's temperatures in the default dtype
+    inputs = dict(
+        prompt_ids=ids,
+        prompt_mask=ids + 1,
+        completion_ids=ids,
+        completion_mask=mask,
+        advantages=batch["A"],
+        old_per_token_logps=pad(batch["old"]),
+        ref_per_token_logps=pad(batch["ref"]),
+        num_items_in_batch=mask.sum(),
+        importance_sampling_ratio=(pad(batch["old"]) - pad(batch["sampled"])).exp().clamp(max=2.0),
+    )
+    torch.set_default_dtype(torch.float64)  # TRL makes sapo's temperatures in the default dtype
     try:
         loss = inspect.unwrap(trainer_class._compute_loss)(stub, stub.model, inputs)
     finally:
@@ -1240,13 +1716,24 @@ def test_parity_with_trl(batch, o, corrected):
         batch.tensors["entropies"] = batch["entropies"].float().double()
     want, gradient, trl_metrics = trl_loss(batch, o, 7)
     (logps,) = requires_grad(batch, "logps")
-    loss, metrics = grpo.grpo_loss(logps, batch["A"], batch.mask, old_logps=batch["old"], ref_logps=batch["ref"], entropies=batch["entropies"],
-                                   sampling_logps=batch["sampled"] if corrected else None, max_completion_length=7, **{k: v for k, v in o.items() if k != "corrected"})
+    loss, metrics = grpo.grpo_loss(
+        logps,
+        batch["A"],
+        batch.mask,
+        old_logps=batch["old"],
+        ref_logps=batch["ref"],
+        entropies=batch["entropies"],
+        sampling_logps=batch["sampled"] if corrected else None,
+        max_completion_length=7,
+        **{k: v for k, v in o.items() if k != "corrected"},
+    )
     loss.backward()
     assert loss.item() == pytest.approx(want, abs=1e-10)
     close(logps.grad, gradient, 1e-10)
     shared = set(metrics) & set(trl_metrics)
-    assert shared >= {"entropy"} | ({"kl"} if o["beta"] else set()) | ({"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"} if o["policy_loss"] == "clip" else set())
+    assert shared >= {"entropy"} | ({"kl"} if o["beta"] else set()) | (
+        {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"} if o["policy_loss"] == "clip" else set()
+    )
     for name in shared:
         assert metrics[name] == pytest.approx(trl_metrics[name], abs=1e-6), name
 
@@ -1330,7 +1817,10 @@ def test_a_static_cache_gives_the_same_samples(kind):
     options = dict(max_completion_length=20, eos_token_ids=[1, 5, 7], num_generations=4, uniforms=torch.rand(12, 20), temperature=0.8)
     widths = []
     model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["attention_mask"].shape), with_kwargs=True)
-    dynamic, static = grpo.generate(model, ids, mask, **options), (widths.clear(), grpo.generate(model, ids, mask, **options, static_cache=True))[1]
+    dynamic, static = (
+        grpo.generate(model, ids, mask, **options),
+        (widths.clear(), grpo.generate(model, ids, mask, **options, static_cache=True))[1],
+    )
     assert torch.equal(dynamic[0], static[0]) and torch.equal(dynamic[1], static[1])
     for a, b in zip(dynamic[2:], static[2:]):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
@@ -1365,7 +1855,13 @@ def test_a_cuda_graph_is_recorded_after_a_warm_up_and_leaves_the_lengths_alone(m
         yield
         events.append("end")
 
-    for name, stand_in in (("Stream", lambda: "side stream"), ("stream", during), ("synchronize", lambda: events.append("wait")), ("CUDAGraph", Graph), ("graph", during)):
+    for name, stand_in in (
+        ("Stream", lambda: "side stream"),
+        ("stream", during),
+        ("synchronize", lambda: events.append("wait")),
+        ("CUDAGraph", Graph),
+        ("graph", during),
+    ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     launch = grpo.cuda_graph(forward, [length])
     assert events == ["wait", "side stream", "forward", "end", "wait", "record", "forward", "end"] and length == 7
@@ -1419,7 +1915,11 @@ def test_train_is_algorithm_1(monkeypatch):
     """Every step of the algorithm is replaced by a recorder: the order, and who changes when, is all that is left."""
     events, policy = [], torch.nn.Linear(1, 1, bias=False)
     monkeypatch.setattr(grpo.module, "sample_batch", lambda dataset, config, step: events.append(f"batch {step}"))
-    monkeypatch.setattr(grpo.module, "sample_rollout", lambda policy, *a: (events.append(f"sample with {policy.weight.item():.0f}"), types.SimpleNamespace())[1])
+    monkeypatch.setattr(
+        grpo.module,
+        "sample_rollout",
+        lambda policy, *a: (events.append(f"sample with {policy.weight.item():.0f}"), types.SimpleNamespace())[1],
+    )
     monkeypatch.setattr(grpo.module, "compute_rewards", lambda *a: events.append("rewards"))
     monkeypatch.setattr(grpo.module, "compute_advantages", lambda *a: events.append("advantages"))
     monkeypatch.setattr(grpo.module, "reference_logps", lambda reference, *a: events.append(f"reference {reference.weight.item():.0f}"))
@@ -1450,7 +1950,9 @@ def test_train_is_algorithm_1(monkeypatch):
 def rollout_and_advantages(config, advantages, kind="llama"):
     """A rollout of a small model on the tiny task, with the advantages given (B,)."""
     tokenizer, model = grpo.tiny_tokenizer(), make_model(kind)
-    rollout = grpo.sample_rollout(model, tokenizer, grpo.tiny_problems(0)[0][: config.generation_batch_size // config.num_generations], config, 0)
+    rollout = grpo.sample_rollout(
+        model, tokenizer, grpo.tiny_problems(0)[0][: config.generation_batch_size // config.num_generations], config, 0
+    )
     return model, rollout, grpo.broadcast_advantages(torch.tensor(advantages), rollout.completion_mask)
 
 
@@ -1476,7 +1978,9 @@ def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(loss_type, 
     assert calls == [4]                                                                   # the four that teach, once
     model = make_model("llama")                                                           # all eight by hand
     logps, _ = grpo.per_token_logps(model, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
-    loss, _ = grpo.grpo_loss(logps, A, rollout.completion_mask, loss_type=loss_type, importance_sampling_level=level, max_completion_length=10)
+    loss, _ = grpo.grpo_loss(
+        logps, A, rollout.completion_mask, loss_type=loss_type, importance_sampling_level=level, max_completion_length=10
+    )
     loss.backward()
     whole = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert whole.norm() > 0.01
@@ -1536,7 +2040,14 @@ def test_the_logged_entropy_is_that_of_the_distributions():
     model, rollout, A = rollout_and_advantages(config, [1.0, -1.0] * 4)
     state, rewards = grpo.initial_state(model, config), torch.arange(8.0)[:, None]
     metrics = grpo.step_metrics(state, rollout, rewards, grpo.update_policy(model, state, rollout, A, config), [len], config)
-    _, entropies = grpo.per_token_logps(make_model("llama"), rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, compute_entropy=True)
+    _, entropies = grpo.per_token_logps(
+        make_model("llama"),
+        rollout.prompt_ids,
+        rollout.prompt_mask,
+        rollout.completion_ids,
+        rollout.completion_mask,
+        compute_entropy=True,
+    )
     assert metrics["entropy"] == pytest.approx((entropies.sum() / rollout.completion_mask.sum()).item(), rel=1e-5)
     assert metrics["rewards/len/mean"] == metrics["reward"] == 3.5 and metrics["frac_reward_zero_std"] == 0.0
 
@@ -1574,7 +2085,11 @@ def test_the_entropy_quantile_is_that_of_all_processes(monkeypatch):
                                   sampling_logps=rollout.sampling_logps[rows]) for rows in (slice(4), slice(4, 8))]
     room = lambda x: torch.nn.functional.pad(x, (0, 10 - x.size(1)))
     for rank, own in enumerate(halves):
-        monkeypatch.setattr(grpo.module, "gather", lambda x: torch.cat([room(getattr(h, "entropies" if x.is_floating_point() else "completion_mask")) for h in halves]))
+        monkeypatch.setattr(
+            grpo.module,
+            "gather",
+            lambda x: torch.cat([room(getattr(h, "entropies" if x.is_floating_point() else "completion_mask")) for h in halves]),
+        )
         monkeypatch.setattr(grpo.module, "own_share", lambda rows: rows[4 * rank : 4 * rank + 4])
         assert torch.equal(grpo.compute_advantages(torch.arange(8.0)[:, None], own, config), whole[4 * rank : 4 * rank + 4])
 
@@ -1607,9 +2122,18 @@ def rollout_of(*completions, prompt="47+85=", **columns):
     ids = tokenizer([text + "<eos>" for text in completions], padding=True, padding_side="right", return_tensors="pt")
     B, mask = len(completions), ids["attention_mask"]
     return tokenizer, grpo.Rollout(
-        prompts=[prompt] * B, completions=list(completions), columns={k: list(v) for k, v in columns.items()}, prompt_ids=None, prompt_mask=None,
-        completion_ids=ids["input_ids"], completion_mask=mask, lengths=mask.sum(1), terminated=torch.ones(B).bool(),
-        sampling_logps=torch.zeros(mask.shape), entropies=torch.zeros(mask.shape))
+        prompts=[prompt] * B,
+        completions=list(completions),
+        columns={k: list(v) for k, v in columns.items()},
+        prompt_ids=None,
+        prompt_mask=None,
+        completion_ids=ids["input_ids"],
+        completion_mask=mask,
+        lengths=mask.sum(1),
+        terminated=torch.ones(B).bool(),
+        sampling_logps=torch.zeros(mask.shape),
+        entropies=torch.zeros(mask.shape),
+    )
 
 
 def test_steps_end_at_the_separator_at_the_think_tag_and_at_the_last_token():
@@ -1635,18 +2159,27 @@ def test_the_tiny_task_has_step_rewards_and_they_become_advantages():
     tokenizer, rollout = rollout_of(right, forgot, "<think>7+5=11,4+8+1=13</think>131", "122")
     config = grpo.GRPOConfig(**OPTIONS, step_separator=",")
     step_rewards = grpo.compute_step_rewards(grpo.addition_steps, rollout, tokenizer, config)
-    torch.testing.assert_close(step_rewards[0], torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, nan, nan]]), equal_nan=True)
+    torch.testing.assert_close(
+        step_rewards[0], torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, nan, nan]]), equal_nan=True
+    )
     assert grpo.addition_steps(["47+85="], [["<think>7+5=12,", "4+8+1=13</think>", "132", "", "132"]]) == [[1.0, 1.0, 1.0, 0.0, 0.0]]
     outcome = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
     A = grpo.compute_advantages(outcome, rollout, config, step_rewards)
-    want = grpo.process_advantages(*step_rewards, rollout.completion_mask, 4) + grpo.broadcast_advantages(grpo.group_advantages(outcome[:, 0], 4), rollout.completion_mask)
+    want = grpo.process_advantages(*step_rewards, rollout.completion_mask, 4) + grpo.broadcast_advantages(
+        grpo.group_advantages(outcome[:, 0], 4), rollout.completion_mask
+    )
     torch.testing.assert_close(A, want)
-    assert torch.equal(grpo.compute_advantages(torch.zeros(4, 0), rollout, config, step_rewards), grpo.process_advantages(*step_rewards, rollout.completion_mask, 4))
+    assert torch.equal(
+        grpo.compute_advantages(torch.zeros(4, 0), rollout, config, step_rewards),
+        grpo.process_advantages(*step_rewards, rollout.completion_mask, 4),
+    )
 
 
 def test_the_reward_model_pairs_best_with_worst_learns_and_replays(monkeypatch):
     tokenizer, rollout = rollout_of("1", "2", "3", "4", "5", "6", "7", "8", prompt="9+9=")
-    policy, config = make_model("gpt2"), grpo.GRPOConfig(**OPTIONS, train_reward_model=True, reward_model_learning_rate=1e-2, replay_share=0.25)
+    policy, config = make_model("gpt2"), grpo.GRPOConfig(
+        **OPTIONS, train_reward_model=True, reward_model_learning_rate=1e-2, replay_share=0.25
+    )
     judge = grpo.build_reward_model(policy, tokenizer, config)
     for name, weight in judge.model.base_model.named_parameters():
         assert torch.equal(weight, dict(policy.base_model.named_parameters())[name])      # it starts from the policy's body
@@ -1735,8 +2268,31 @@ def lines_of(folder):
 def test_any_causal_lm_trains_on_a_file(kind, prompts, models, data, capsys):
     out = data / "out"
     rewards = ["accuracy", f"{data}/my_rewards.py:length", str(models / "judge"), "soft_overlong"]
-    assert grpo.main(["--model", str(models / kind), "--dataset", f"{data}/{prompts}.jsonl", "--output_dir", str(out), "--learning_rate", "1e-3",
-                      "--reward_weights", "1", "0.1", "2", "0.5", "--beta", "0.1", *QUICK, "--reward_funcs", *rewards]) == 0
+    assert (
+        grpo.main(
+            [
+                "--model",
+                str(models / kind),
+                "--dataset",
+                f"{data}/{prompts}.jsonl",
+                "--output_dir",
+                str(out),
+                "--learning_rate",
+                "1e-3",
+                "--reward_weights",
+                "1",
+                "0.1",
+                "2",
+                "0.5",
+                "--beta",
+                "0.1",
+                *QUICK,
+                "--reward_funcs",
+                *rewards,
+            ]
+        )
+        == 0
+    )
     lines = lines_of(out)
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
     for line in lines:
@@ -1757,10 +2313,25 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert re.fullmatch(r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)", printed[-1])
     assert sum("right" in line or "wrong" in line for line in printed) == 8               # four before, four after
     assert any("loss stays near 0" in line for line in printed)
-    names = {"step", "loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy", "num_tokens", "step_time",
-             "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "completions/clipped_ratio",
-             "sampling/sampling_logp_difference/max", *(f"rewards/{f}_reward/{s}" for f in ("accuracy", "think_format") for s in ("mean", "std")),
-             *(f"completions/{k}_{n}" for k in ("mean", "min", "max") for n in ("length", "terminated_length"))}
+    names = {
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "entropy",
+        "num_tokens",
+        "step_time",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "completions/clipped_ratio",
+        "sampling/sampling_logp_difference/max",
+        *(f"rewards/{f}_reward/{s}" for f in ("accuracy", "think_format") for s in ("mean", "std")),
+        *(f"completions/{k}_{n}" for k in ("mean", "min", "max") for n in ("length", "terminated_length")),
+    }
     assert [set(line) for line in lines_of(out)] == [names] * 3
     for line in lines_of(out):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
@@ -1785,9 +2356,13 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_never_stopped(options, signal, 
     common = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", "--learning_rate", "1e-2", *QUICK, "--max_steps", "5",
               "--save_steps", "2", *options]
     assert grpo.main([*common, "--output_dir", str(data / "whole")]) == 0
-    (data / "stop.py").write_text("import os, signal\ncalls = []\n"
-                                  "def stop(completions, **kwargs):\n    calls.append(1)\n"
-                                  "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGNAL)\n    return [None] * len(completions)\n".replace("SIGNAL", signal))
+    (data / "stop.py").write_text(
+        "import os, signal\ncalls = []\n"
+        "def stop(completions, **kwargs):\n    calls.append(1)\n"
+        "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGNAL)\n    return [None] * len(completions)\n".replace(
+            "SIGNAL", signal
+        )
+    )
     (data / "go.py").write_text("def stop(completions, **kwargs):\n    return [None] * len(completions)\n")
     rewards = ["--reward_funcs", "accuracy", "think_format"]
     assert grpo.main([*common, "--output_dir", str(data / "whole"), *rewards, f"{data}/go.py:stop"]) == 0
@@ -1843,9 +2418,13 @@ def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(model
     out.mkdir()
     command = [*common, "--output_dir", str(out)]
     while kills < 3:
-        process = subprocess.Popen([sys.executable, grpo.module.__file__, *command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ONE_THREAD)
+        process = subprocess.Popen(
+            [sys.executable, grpo.module.__file__, *command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ONE_THREAD
+        )
         done = len(lines_of(out)) if (out / "metrics.jsonl").exists() else 0
-        while process.poll() is None and (not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < done + 3):
+        while process.poll() is None and (
+            not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < done + 3
+        ):
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.3))                                                   # a step takes about 0.1 s, half of it the saving
         process.kill()
@@ -1919,7 +2498,10 @@ def test_a_reward_function_that_raises_is_named_with_its_row_after_a_checkpoint(
     assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/one.jsonl", "--reward_funcs", f"{data}/late.py:row", *QUICK,
                       "--max_steps", "5", "--output_dir", str(out)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    found = re.search(r"reward function row: ZeroDivisionError: .* at row (\d+), '(.*)' \(the .* columns are prompt.*stopped after step 2; to go on:", error)
+    found = re.search(
+        r"reward function row: ZeroDivisionError: .* at row (\d+), '(.*)' \(the .* columns are prompt.*stopped after step 2; to go on:",
+        error,
+    )
     assert found and int(found[1]) in (0, 4)
     assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2
 
@@ -1934,8 +2516,26 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
         return update(policy, *args)
 
     monkeypatch.setattr(grpo.module, "update_policy", explode)
-    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", "--reward_funcs", f"{data}/my_rewards.py:length", *QUICK,
-                      "--max_steps", "5", "--save_steps", "1", "--output_dir", str(out)]) == 2
+    assert (
+        grpo.main(
+            [
+                "--model",
+                str(models / "llama"),
+                "--dataset",
+                f"{data}/text.jsonl",
+                "--reward_funcs",
+                f"{data}/my_rewards.py:length",
+                *QUICK,
+                "--max_steps",
+                "5",
+                "--save_steps",
+                "1",
+                "--output_dir",
+                str(out),
+            ]
+        )
+        == 2
+    )
     assert re.search(r"error: step 3: loss is nan, grad_norm is nan", capsys.readouterr().err.splitlines()[-1])
     assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2 and len(lines_of(out)) == 2
     weights = safetensors.torch.load_file(out / "checkpoint/model.safetensors")
@@ -1944,32 +2544,61 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 
 def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
     model, file = ["--model", str(models / "llama")], ["--dataset", f"{data}/text.jsonl"]
-    bad = {"empty": b"", "blank": b"\n\n", "json": b'{"prompt": "1"}\n{oops\n', "utf8": b'{"prompt": "1"}\n{"prompt": "\xff"}\n',
-           "list": b"[1]\n", "noprompt": b'{"solution": "1"}\n', "emptyprompt": b'{"prompt": ""}\n', "messages": b'{"prompt": [{"role": "user"}]}\n',
-           "columns": b'{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "mixed": b'{"prompt": "1"}\n{"prompt": [{"role": "user", "content": "1"}]}\n',
-           "nosolution": b'{"prompt": "1"}\n', "long": json.dumps({"prompt": "1" * 60, "solution": "1"}).encode()}
+    bad = {
+        "empty": b"",
+        "blank": b"\n\n",
+        "json": b'{"prompt": "1"}\n{oops\n',
+        "utf8": b'{"prompt": "1"}\n{"prompt": "\xff"}\n',
+        "list": b"[1]\n",
+        "noprompt": b'{"solution": "1"}\n',
+        "emptyprompt": b'{"prompt": ""}\n',
+        "messages": b'{"prompt": [{"role": "user"}]}\n',
+        "columns": b'{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n',
+        "mixed": b'{"prompt": "1"}\n{"prompt": [{"role": "user", "content": "1"}]}\n',
+        "nosolution": b'{"prompt": "1"}\n',
+        "long": json.dumps({"prompt": "1" * 60, "solution": "1"}).encode(),
+    }
     for name, content in bad.items():
         (data / f"{name}.jsonl").write_bytes(content)
     (data / "afile").write_text("precious")
     cases = [
-        ([], "--model tiny"), (model, "--dataset FILE.jsonl"), ([*model, "--dataset", f"{data}/absent.jsonl"], "absent.jsonl"),
-        *(([*model, "--dataset", f"{data}/{name}.jsonl", *extra], said) for name, extra, said in [
-            ("empty", [], "empty"), ("blank", [], "blank.jsonl, line 1"), ("json", [], "json.jsonl, line 2"), ("utf8", [], "utf8.jsonl, line 2"),
-            ("list", [], "line 1"), ("noprompt", [], "line 1: got b'{"), ("emptyprompt", [], "line 1"), ("messages", [], "line 1"),
-            ("columns", [], "line 2: got columns"), ("mixed", [], "line 2"), ("nosolution", ["--reward_funcs", "accuracy"], "missing 1 required positional argument: 'solution'"),
-            ("long", [], "prompt 1: got 60 tokens; allowed is the model's context of 64 less")]),
+        ([], "--model tiny"),
+        (model, "--dataset FILE.jsonl"),
+        ([*model, "--dataset", f"{data}/absent.jsonl"], "absent.jsonl"),
+        *(
+            ([*model, "--dataset", f"{data}/{name}.jsonl", *extra], said)
+            for name, extra, said in [
+                ("empty", [], "empty"),
+                ("blank", [], "blank.jsonl, line 1"),
+                ("json", [], "json.jsonl, line 2"),
+                ("utf8", [], "utf8.jsonl, line 2"),
+                ("list", [], "line 1"),
+                ("noprompt", [], "line 1: got b'{"),
+                ("emptyprompt", [], "line 1"),
+                ("messages", [], "line 1"),
+                ("columns", [], "line 2: got columns"),
+                ("mixed", [], "line 2"),
+                ("nosolution", ["--reward_funcs", "accuracy"], "missing 1 required positional argument: 'solution'"),
+                ("long", [], "prompt 1: got 60 tokens; allowed is the model's context of 64 less"),
+            ]
+        ),
         ([*model, *file, "--reward_funcs", "nonsense"], "reward_funcs: got nonsense; allowed is accuracy, think_format"),
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:absent"], "my_rewards.py:absent"),
         ([*model, *file, "--reward_funcs", f"{data}/absent.py:f"], "absent.py"),
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:broken"], "reward function broken: got [1.0]"),
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:raises"], "reward function raises: KeyError: 'oh'"),
         ([*model, *file, "--reward_weights", "1"], "reward_weights: got 1 for 2 reward functions"),
-        (["--model", f"{data}/nowhere", *file], "model: cannot load"), ([*model, *file, "--preset", "ppo"], "--preset"),
-        ([*model, *file, "--loss_type", "ppo"], "--loss_type"), ([*model, *file, "--no_such_flag", "1"], "--no_such_flag"),
-        ([*model, *file, "--num_generations", "5"], "generation_batch_size: got 8"), ([*model, *file, "--beta", "x"], "--beta"),
-        ([*model, *file, "--bf16", "maybe"], "--bf16"), ([*model, *file, "--max_completion_length", "70"], "context of 64"),
+        (["--model", f"{data}/nowhere", *file], "model: cannot load"),
+        ([*model, *file, "--preset", "ppo"], "--preset"),
+        ([*model, *file, "--loss_type", "ppo"], "--loss_type"),
+        ([*model, *file, "--no_such_flag", "1"], "--no_such_flag"),
+        ([*model, *file, "--num_generations", "5"], "generation_batch_size: got 8"),
+        ([*model, *file, "--beta", "x"], "--beta"),
+        ([*model, *file, "--bf16", "maybe"], "--bf16"),
+        ([*model, *file, "--max_completion_length", "70"], "context of 64"),
         ([*model, *file, "--output_dir", f"{data}/afile"], "afile, which is a file"),
-        (["--resume_from_checkpoint", f"{data}/nowhere"], "resume_from_checkpoint: cannot read")]
+        (["--resume_from_checkpoint", f"{data}/nowhere"], "resume_from_checkpoint: cannot read"),
+    ]
     (data / "out").mkdir()
     (data / "out/metrics.jsonl").write_text("earlier")
     for arguments, said in cases:
@@ -2004,13 +2633,28 @@ def test_explain_prints_a_group_token_by_token(models, data, capsys):
 
 
 def torchrun(processes, *arguments):
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", grpo.module.__file__,
-                           *map(str, arguments)], capture_output=True, text=True, timeout=300, env=ONE_THREAD)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={processes}",
+            "--standalone",
+            grpo.module.__file__,
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ONE_THREAD,
+    )
 
 
 def test_several_processes_give_the_run_of_one(models, data):
-    (data / "my.py").write_text("def steps(steps, **kwargs):\n    return [[float(len(text)) for text in row] for row in steps]\n"
-                                "def short(completions, **kwargs):\n    return [None if '7' in text else -float(len(text)) for text in completions]\n")
+    (data / "my.py").write_text(
+        "def steps(steps, **kwargs):\n    return [[float(len(text)) for text in row] for row in steps]\n"
+        "def short(completions, **kwargs):\n    return [None if '7' in text else -float(len(text)) for text in completions]\n"
+    )
     command = ["--model", models / "llama", "--dataset", data / "text.jsonl", *QUICK, "--generation_batch_size", "16", "--max_steps", "4",
                "--reward_funcs", f"{data}/my.py:short", "--step_reward_func", f"{data}/my.py:steps", "--step_separator", "1", *EVERYTHING]
     assert grpo.main([*map(str, command), "--output_dir", str(data / "1")]) == 0
@@ -2024,17 +2668,32 @@ def test_several_processes_give_the_run_of_one(models, data):
             a, b = (safetensors.torch.load_file(folder / f"checkpoint/{part}model.safetensors") for folder in (data / "1", out))
             for name in a:
                 torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0)
-    done = torchrun(2, "--resume_from_checkpoint", out / "checkpoint", "--fsdp", "--output_dir", data / "resumed")       # sharded, and loaded again
+    done = torchrun(
+        2, "--resume_from_checkpoint", out / "checkpoint", "--fsdp", "--output_dir", data / "resumed"
+    )  # sharded, and loaded again
     assert done.returncode == 0 and not (data / "resumed/metrics.jsonl").exists(), done.stderr[-2000:]
 
 
 def test_a_process_that_dies_ends_the_job(models, data):
-    (data / "die.py").write_text("import os, signal\ncalls = []\n"
-                                 "def die(completions, **kwargs):\n    calls.append(1)\n"
-                                 "    if len(calls) == 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    return [1.0] * len(completions)\n"
-                                 "def fail(completions, **kwargs):\n    calls.append(1)\n"
-                                 "    return [1.0 / (len(calls) < 2 or os.environ['RANK'] == '0')] * len(completions)\n")
-    command = ["--model", models / "llama", "--dataset", data / "text.jsonl", *QUICK, "--max_steps", "4", "--output_dir", data / "out", "--reward_funcs"]
+    (data / "die.py").write_text(
+        "import os, signal\ncalls = []\n"
+        "def die(completions, **kwargs):\n    calls.append(1)\n"
+        "    if len(calls) == 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    return [1.0] * len(completions)\n"
+        "def fail(completions, **kwargs):\n    calls.append(1)\n"
+        "    return [1.0 / (len(calls) < 2 or os.environ['RANK'] == '0')] * len(completions)\n"
+    )
+    command = [
+        "--model",
+        models / "llama",
+        "--dataset",
+        data / "text.jsonl",
+        *QUICK,
+        "--max_steps",
+        "4",
+        "--output_dir",
+        data / "out",
+        "--reward_funcs",
+    ]
     done = torchrun(2, *command, f"{data}/die.py:die")
     assert done.returncode != 0 and "grpo.py: error: lost the other processes" in done.stderr and "Signal 9 (SIGKILL)" in done.stderr
     done = torchrun(2, *command, f"{data}/die.py:fail")                                   # an error in one process alone ends both, saved
@@ -2132,12 +2791,16 @@ def test_the_bug_museum(hunks, tests, monkeypatch, tmp_path):
         source = source.replace(old, new)
     (tmp_path / "grpo_bug.py").write_text(source)
     monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(tmp_path / "grpo_bug.py")).module)
-    quick = settings(deadline=None, max_examples=40, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])       # no shrinking
+    quick = settings(
+        deadline=None, max_examples=40, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+    )  # no shrinking
     assert tests
     for test in tests:
         if hasattr(globals()[test], "hypothesis"):
             monkeypatch.setattr(globals()[test], "_hypothesis_internal_use_settings", quick)
-        assert pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"{__file__}::{test}"]) == pytest.ExitCode.TESTS_FAILED, f"{test} does not catch it"
+        assert (
+            pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"{__file__}::{test}"]) == pytest.ExitCode.TESTS_FAILED
+        ), f"{test} does not catch it"
 
 
 @own_only
