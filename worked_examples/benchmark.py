@@ -75,7 +75,7 @@ def large_job(rows):
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(shape)
     tokenizer = grpo.tiny_tokenizer()
-    problems = [{"prompt": "12+34=" * 22 + "1+1=", "solution": "46"}] * 64 if DEVICE.type == "cuda" else [{"prompt": "1+1=", "solution": "2"}]
+    problems = [{"prompt": "12+34=" * 21 + "1=", "solution": "46"}] * 64
     return model.eval(), tokenizer, problems, dict(max_completion_length=512, num_generations=8, generation_batch_size=rows,
                                                   per_device_train_batch_size=16, bf16=DEVICE.type == "cuda", learning_rate=1e-6)
 
@@ -129,7 +129,9 @@ def bare_update(model, optimizer, rollout, rows, size):
         ids = torch.cat([rollout.prompt_ids[part], rollout.completion_ids[part]], 1)
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, rollout.prompt_ids.size(1) - 1 : -1].float()
+            logits = (
+                model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, rollout.prompt_ids.size(1) - 1 : -1].float()
+            )
         logps = logits.log_softmax(-1).gather(-1, rollout.completion_ids[part].unsqueeze(-1)).squeeze(-1)
         (-(logps * rollout.completion_mask[part]).sum() / rollout.completion_mask.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,13 +166,20 @@ def compare_with_floor(job, count, rounds, rewards):
             learning.append(int(rollout.completion_mask[rows].sum()))
         step, floor = statistics.median(seconds), statistics.median(sampling) + statistics.median(update)
         weights, peak = sum(p.numel() for p in model.parameters()), matmul_peak()
-        row = {"a step (s)": step, "its floor (s)": floor, "step / floor": step / floor,
-               "sampling / bare sampling": parts["sampling"] / statistics.mean(sampling),
-               "update / bare update": parts["update"] / statistics.mean(update),
-               **{f"  {name} (s)": parts.get(name, 0.0) for name in ("sampling", "rewards", "update", "scoring", "backward", "optimizer")},
-               "sampled tokens/s": statistics.mean(tokens) / parts["sampling"],
-               "update tokens/s": statistics.mean(learning) / parts["update"],
-               "update, share of the matmul peak": 6 * weights * statistics.mean(learning) / parts["update"] / peak}
+        row = {
+            "a step (s)": step,
+            "its floor (s)": floor,
+            "step / floor": step / floor,
+            "sampling / bare sampling": parts["sampling"] / statistics.mean(sampling),
+            "update / bare update": parts["update"] / statistics.mean(update),
+            **{
+                f"  {name} (s)": parts.get(name, 0.0)
+                for name in ("sampling", "rewards", "update", "scoring", "backward", "optimizer")
+            },
+            "sampled tokens/s": statistics.mean(tokens) / parts["sampling"],
+            "update tokens/s": statistics.mean(learning) / parts["update"],
+            "update, share of the matmul peak": 6 * weights * statistics.mean(learning) / parts["update"] / peak,
+        }
         for name, value in row.items():
             table.setdefault(name, []).append(value)
     if DEVICE.type == "cuda":
@@ -180,7 +189,10 @@ def compare_with_floor(job, count, rounds, rewards):
 
 def show(table):
     for name, values in table.items():
-        print(f"{name:40} {statistics.median(values):12.4g}    ({', '.join(f'{value:.4g}' for value in sorted(values))})", flush=True)
+        print(
+            f"{name:40} {statistics.median(values):12.4g}    ({', '.join(f'{value:.4g}' for value in sorted(values))})",
+            flush=True,
+        )
 
 
 def growth(job, count, rounds):
@@ -190,8 +202,10 @@ def growth(job, count, rounds):
     options = options | {"generation_batch_size": 64, "num_generations": 8}
     with patch.object(grpo, "eos_token_ids", lambda model, tokenizer: [-1]):
         for _ in range(rounds):
-            base, wide, long = (statistics.median(steps(job, options | change, count, [random_reward])[0])
-                                for change in ({}, {"num_generations": 16, "generation_batch_size": 128}, {"max_completion_length": 56}))
+            base, wide, long = (
+                statistics.median(steps(job, options | change, count, [random_reward])[0])
+                for change in ({}, {"num_generations": 16, "generation_batch_size": 128}, {"max_completion_length": 56})
+            )
             table.setdefault("G doubled / once", []).append(wide / base)
             table.setdefault("length doubled / once", []).append(long / base)
     show(table)
@@ -224,10 +238,24 @@ def compare_with_trl(job, count, rounds):
         ours, _, tokens, _ = steps(job, options, count, [grpo.accuracy_reward, grpo.think_format_reward])
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             arguments = GRPOConfig(
-                output_dir=folder, per_device_train_batch_size=options["generation_batch_size"], num_generations=options["num_generations"],
-                max_completion_length=options["max_completion_length"], max_steps=count + 1, learning_rate=options["learning_rate"],
-                lr_scheduler_type="constant", report_to=[], save_strategy="no", use_cpu=DEVICE.type == "cpu", bf16=False,
-                gradient_checkpointing=False, beta=0.0, top_k=0, top_p=1.0, disable_tqdm=True, logging_steps=1000)
+                output_dir=folder,
+                per_device_train_batch_size=options["generation_batch_size"],
+                num_generations=options["num_generations"],
+                max_completion_length=options["max_completion_length"],
+                max_steps=count + 1,
+                learning_rate=options["learning_rate"],
+                lr_scheduler_type="constant",
+                report_to=[],
+                save_strategy="no",
+                use_cpu=DEVICE.type == "cpu",
+                bf16=False,
+                gradient_checkpointing=False,
+                beta=0.0,
+                top_k=0,
+                top_p=1.0,
+                disable_tqdm=True,
+                logging_steps=1000,
+            )
             clock = Clock()
             GRPOTrainer(model=copy.deepcopy(model), reward_funcs=[accuracy, think_format], args=arguments, callbacks=[clock],
                         train_dataset=Dataset.from_list(problems[:2000]), processing_class=tokenizer).train()
@@ -243,8 +271,16 @@ def score_once(mode):
     from transformers import Qwen2Config, Qwen2ForCausalLM
     V, B, P, T = 151_936, 8, 8, 256
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=V, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                                         num_key_value_heads=2)).to(DEVICE)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=V,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).to(DEVICE)
     prompts, completions = torch.randint(V, (B, P), device=DEVICE), torch.randint(V, (B, T), device=DEVICE)
     ones = torch.ones_like
 
@@ -255,7 +291,9 @@ def score_once(mode):
     def chunked():
         return grpo.per_token_logps(model, prompts, ones(prompts), completions, ones(completions))[0]
 
-    grpo.per_token_logps(model, prompts[:1], ones(prompts[:1]), completions[:1, :4], ones(completions[:1, :4]))[0].sum().backward()
+    grpo.per_token_logps(model, prompts[:1], ones(prompts[:1]), completions[:1, :4], ones(completions[:1, :4]))[
+        0
+    ].sum().backward()
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -271,7 +309,9 @@ def score_once(mode):
 
 
 def memory(field):
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return next(
+        int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)
+    )
 
 
 def compare_memory(rounds):
@@ -281,8 +321,12 @@ def compare_memory(rounds):
         for mode in ("plain", "chunked"):
             done = subprocess.run([sys.executable, __file__, "--score_once", mode], capture_output=True, text=True, check=True)
             found[mode] = [float(x) for x in done.stdout.split()]
-        for name, value in (("memory, plain (GB)", found["plain"][1] / 1e9), ("memory, per_token_logps (GB)", found["chunked"][1] / 1e9),
-                            ("memory, ratio", found["chunked"][1] / found["plain"][1]), ("time, ratio", found["chunked"][0] / found["plain"][0])):
+        for name, value in (
+            ("memory, plain (GB)", found["plain"][1] / 1e9),
+            ("memory, per_token_logps (GB)", found["chunked"][1] / 1e9),
+            ("memory, ratio", found["chunked"][1] / found["plain"][1]),
+            ("time, ratio", found["chunked"][0] / found["plain"][0]),
+        ):
             table.setdefault(name, []).append(value)
     show(table)
 
@@ -308,10 +352,25 @@ def compare_generate(job, rows, rounds):
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
         for _ in range(rounds):
             start = now()
-            grpo.generate(model, ids, mask, max_completion_length=T, eos_token_ids=[-1], num_generations=8, uniforms=uniforms, static_cache=True)
+            grpo.generate(
+                model,
+                ids,
+                mask,
+                max_completion_length=T,
+                eos_token_ids=[-1],
+                num_generations=8,
+                uniforms=uniforms,
+                static_cache=True,
+            )
             ours, start = now() - start, now()
-            model.generate(input_ids=ids.repeat_interleave(8, 0), attention_mask=mask.repeat_interleave(8, 0), do_sample=True, top_k=0,
-                           max_new_tokens=T, min_new_tokens=T)
+            model.generate(
+                input_ids=ids.repeat_interleave(8, 0),
+                attention_mask=mask.repeat_interleave(8, 0),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=T,
+                min_new_tokens=T,
+            )
             theirs = now() - start
             for name, value in (("generate here (tokens/s)", rows * T / ours), ("model.generate (tokens/s)", rows * T / theirs),
                                 ("here / model.generate", theirs / ours)):

@@ -15,8 +15,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 BLUE, RED, GREEN, ORANGE, GREY = "#1f5fa8", "#c0392b", "#2e7d32", "#d97706", "#777777"
-plt.rcParams |= {"figure.figsize": (7.0, 2.9), "figure.dpi": 100, "font.size": 10, "axes.grid": True, "grid.alpha": 0.25,
-                 "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.constrained_layout.use": True}
+plt.rcParams |= {
+    "figure.figsize": (7.0, 2.9),
+    "figure.dpi": 100,
+    "font.size": 10,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
 
 
 def save(figure, name):
@@ -49,7 +58,10 @@ def clipping():
     ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64).unsqueeze(0)
     figure, axes = plt.subplots(1, 2)
     for axis, A, title in (axes[0], 1.0, "A = +1: more of this token"), (axes[1], -1.0, "A = -1: less of this token"):
-        loss = {delta: grpo.clipped_surrogate_loss(ratio, torch.tensor([A], dtype=torch.float64), delta=delta)[0] for delta in (None, 2.0)}
+        loss = {
+            delta: grpo.clipped_surrogate_loss(ratio, torch.tensor([A], dtype=torch.float64), delta=delta)[0]
+            for delta in (None, 2.0)
+        }
         axis.plot(ratio[0], -ratio[0] * A, ":", color=GREY, label="-ρA, no clip")
         axis.plot(ratio[0], loss[None], color=BLUE, lw=2, label="clipped, ε = 0.2")
         if A < 0:
@@ -75,9 +87,20 @@ def kl_estimators():
         theta = pi.log().clone().requires_grad_()
         k = grpo.kl_estimate(theta.log_softmax(0)[None], ref.log()[None], estimator=name)[0]
         gradient, = torch.autograd.grad((pi * k).sum(), theta)
-        second.bar((words + 0.27 * (i - 1)).tolist(), gradient.tolist(), 0.25, color=colour, label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name])
-    second.set(xticks=words, xticklabels=["word 1", "word 2", "word 3"], ylabel="E[gradient] on its logit", title="as a loss: three gradients",
-               ylim=(-0.4, 0.4))
+        second.bar(
+            (words + 0.27 * (i - 1)).tolist(),
+            gradient.tolist(),
+            0.25,
+            color=colour,
+            label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name],
+        )
+    second.set(
+        xticks=words,
+        xticklabels=["word 1", "word 2", "word 3"],
+        ylabel="E[gradient] on its logit",
+        title="as a loss: three gradients",
+        ylim=(-0.4, 0.4),
+    )
     second.axhline(0, color="black", lw=0.8)
     second.legend(loc="lower left", fontsize=9)
     save(figure, "05_kl_estimators.png")
@@ -115,15 +138,28 @@ def variants():
     A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    methods = {"clip, ε = 0.2": {}, "DAPO": dict(epsilon_high=0.28), "GSPO": dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-               "CISPO": dict(policy_loss="cispo", epsilon_high=5.0), "SAPO": dict(policy_loss="sapo")}
+    methods = {
+        "clip, ε = 0.2": {},
+        "DAPO": dict(epsilon_high=0.28),
+        "GSPO": dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+        "CISPO": dict(policy_loss="cispo", epsilon_high=5.0),
+        "SAPO": dict(policy_loss="sapo"),
+    }
     figure, axis = plt.subplots()
     for i, ((name, options), colour) in enumerate(zip(methods.items(), (GREY, BLUE, GREEN, ORANGE, RED))):
         logps = log_ratio.clone().requires_grad_()
         loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3, dtype=torch.float64), loss_type="dapo", **options)
-        axis.bar([k + 0.16 * (i - 2) for k in range(9)], (-9 * torch.autograd.grad(loss, logps)[0][mask == 1]).tolist(), 0.15, color=colour, label=name)
+        axis.bar(
+            [k + 0.16 * (i - 2) for k in range(9)],
+            (-9 * torch.autograd.grad(loss, logps)[0][mask == 1]).tolist(),
+            0.15,
+            color=colour,
+            label=name,
+        )
     ticks = [f"answer {i + 1}\nρ = {r:.2f}" for i, row in enumerate(log_ratio.exp().tolist()) for r, m in zip(row, mask[i]) if m]
-    axis.set(xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", title="two right answers, two wrong ones", ylim=(-1.7, 1.7))
+    axis.set(
+        xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", title="two right answers, two wrong ones", ylim=(-1.7, 1.7)
+    )
     axis.tick_params(axis="x", labelsize=7.5)
     axis.axhline(0, color="black", lw=0.8)
     axis.legend(fontsize=8, ncol=5, loc="upper right")
@@ -141,8 +177,11 @@ def which_groups_teach():
     left.set(xlabel="p, share of right answers", ylabel="share of silent groups", title="p^G + (1 - p)^G")
     left.legend(fontsize=9)
     steps = [row["step"] for row in run]
-    for name, label, colour in (("rewards/accuracy_reward/mean", "accuracy", BLUE), ("frac_reward_zero_std", "silent groups", RED),
-                                ("entropy", "entropy (nats a token)", GREEN)):
+    for name, label, colour in (
+        ("rewards/accuracy_reward/mean", "accuracy", BLUE),
+        ("frac_reward_zero_std", "silent groups", RED),
+        ("entropy", "entropy (nats a token)", GREEN),
+    ):
         second.plot(steps, [row[name] for row in run], color=colour, lw=1.2, label=label)
     second.set(xlabel="step", ylim=(0, 1.05), title="python grpo.py --model tiny")
     second.legend(fontsize=9)
