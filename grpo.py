@@ -1,8 +1,10 @@
 """grpo.py: Group Relative Policy Optimization, one pure function for each equation.
 
-Read it from top to bottom: rewards, advantages, log-probs, ratio and clip, KL, masks, aggregation, the loss. Each
-function takes tensors and numbers, keeps the dtype and device that it is given, and can be pasted into another file
-together with `import torch` and the helper `_check`. Then come sampling, Algorithm 1 and the command line:
+A language model (the policy) answers each prompt G times; a token becomes more likely where its answer is better than
+the mean of the G, less likely where it is worse. The file goes from the scores of the answers to that update: rewards,
+advantages, log-probs, ratio and clip, KL, masks, aggregation, the loss. Each function takes tensors and numbers, keeps
+the dtype and device that it is given, and can be pasted into another file together with `import torch` and the helper
+`_check`. Then come sampling, Algorithm 1 and the command line:
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl --reward_funcs accuracy
@@ -17,7 +19,7 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     r_i             rewards                  (B,)      reward of a whole answer
     A_i, A_{i,t}    advantages               (B,|B,T)  how much better than the group's mean
     log π_θ         logps                    (B, T)    log-prob of each sampled token, policy in training (nats)
-    log π_old       old_logps                (B, T)    the same under the policy that sampled
+    log π_old       old_logps                (B, T)    the same under the policy that sampled (on-policy: π_θ itself)
     log π_ref       ref_logps                (B, T)    the same under the frozen reference
     m               completion_mask          (B, T)    1 = real token (the EOS included), 0 = padding
     ρ               ratio                    (B, T)    importance ratio π_θ / π_old
@@ -1138,16 +1140,17 @@ class TrainState:
     num_tokens: int = 0                   # prompt and completion tokens seen so far
 
 
-def initial_state(policy, config):
+def initial_state(policy, tokenizer, config):
     from transformers import get_scheduler
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
+    reward_model = build_reward_model(policy, tokenizer, config) if config.train_reward_model else None
     for model in (policy, reference):
         if config.fsdp and model is not None:
             shard(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     updates = config.max_steps * config.num_iterations
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates)
-    return TrainState(optimizer, scheduler, reference)
+    return TrainState(optimizer, scheduler, reference, reward_model)
 
 
 def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_reward_func=None,
@@ -1157,16 +1160,17 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_
     Args:
         policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
         dataset: a list of dicts with "prompt" and any further columns.
-        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns); with train_reward_model the first
-            is the state's reward model, and it alone counts: the others rank the pairs that it learns from.
+        reward_funcs: functions f(prompts=, completions=, completion_ids=, **columns); with train_reward_model the policy
+            learns from the state's reward model alone, and they rank the pairs that it learns from.
         config: a GRPOConfig.
-        state: where to go on from; None starts afresh.
+        state: where to go on from; None starts afresh (with train_reward_model, from a model that has learnt nothing yet).
         step_reward_func: a function with the argument steps too, that gives each step of each completion a reward.
         report: called after each step with the state and the step's metrics; the run ends where it returns true.
     Returns:
         The state after the last step.
     """
-    state = state or initial_state(policy, config)                                                       # 1
+    state = state or initial_state(policy, tokenizer, config)                                            # 1
+    reward_funcs = [f for f in (state.reward_model, *reward_funcs) if f is not None]
     policy.eval()  # no dropout: with it, scorer and sampler would disagree, and ρ ≠ 1 on-policy
     M = config.iteration_steps
     while state.step < config.max_steps:                                                                 # 2
@@ -1411,6 +1415,18 @@ class RewardModel:
         self.replay = (self.replay + new)[-100_000:]
 
 
+def build_reward_model(policy, tokenizer, config):
+    """r_φ before it has learnt anything: the policy's body under a new head of one logit."""
+    from transformers import AutoModelForSequenceClassification
+    torch.manual_seed(config.seed)
+    shape = copy.deepcopy(policy.config)
+    shape.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(shape).to(default_device())
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.reward_model_learning_rate)
+    return RewardModel("reward_model", model, tokenizer, optimizer)
+
+
 def update_reward_model(state, rollout, rewards_per_func, config):
     """Line 14: the reward model sees each step's pairs, and learns at the end of an outer iteration."""
     truth = combine_rewards(rewards_per_func[:, 1:], config.reward_weights)                              # (B,)
@@ -1648,23 +1664,7 @@ def load_reward_func(name, config):
     return f
 
 
-def build_reward_model(policy, tokenizer, config, folder=None):
-    """r_φ as the run begins: the policy's body under a new head of one logit; or the one of a checkpoint."""
-    from transformers import AutoModelForSequenceClassification
-    if folder is None:
-        torch.manual_seed(config.seed)
-        shape = copy.deepcopy(policy.config)
-        shape.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(shape)
-        model.base_model.load_state_dict(policy.base_model.state_dict())
-    else:
-        model = AutoModelForSequenceClassification.from_pretrained(os.path.join(folder, "reward_model"), num_labels=1)
-    model = model.to(default_device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.reward_model_learning_rate)
-    return RewardModel("reward_model", model, tokenizer, optimizer)
-
-
-def teach_reward_model(policy, tokenizer, dataset, reward_funcs, judge, config, batches=40):
+def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=40):
     """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
     for step in range(config.max_steps, config.max_steps + batches):
         rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
@@ -1763,17 +1763,18 @@ def load_checkpoint(folder, policy, tokenizer, config):
     with open(os.path.join(folder, "run.json")) as file:
         run = json.load(file)
     parts = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
-    judge = build_reward_model(policy, tokenizer, config, folder) if config.train_reward_model else None
-    state = initial_state(policy, config)
-    if state.reference is not None:
-        reference = load_model(folder, os.path.join(folder, "reference"), device="cpu")[0]
-        set_model_state_dict(state.reference, reference.state_dict(), options=whole)
+    state = initial_state(policy, tokenizer, config)
+    state.step, state.num_tokens, judge = run["step"], run["num_tokens"], state.reward_model
     set_optimizer_state_dict(policy, state.optimizer, parts["optimizer"], options=whole)
     state.scheduler.load_state_dict(parts["scheduler"])
+    if state.reference is not None:
+        saved, _ = load_model(folder, os.path.join(folder, "reference"), device="cpu")
+        set_model_state_dict(state.reference, saved.state_dict(), options=whole)
     if judge is not None:
+        saved, _ = load_model(folder, os.path.join(folder, "reward_model"), type(judge.model), device="cpu")
+        judge.model.load_state_dict(saved.state_dict())
         judge.optimizer.load_state_dict(parts["reward_optimizer"])
         judge.pairs, judge.replay = run["pairs"]
-    state.reward_model, state.step, state.num_tokens = judge, run["step"], run["num_tokens"]
     return state
 
 
@@ -1820,7 +1821,7 @@ def plot_curve(lines, path):
 
 def explain(policy, tokenizer, dataset, reward_funcs, config):
     """One group as the second of μ updates sees it (for the first, every ratio is 1), token by token, as plain text."""
-    config = replace(config, generation_batch_size=config.num_generations, beta=0.0, warmup_steps=0,
+    config = replace(config, generation_batch_size=config.num_generations, beta=0.0, train_reward_model=False, warmup_steps=0,
                      learning_rate=config.learning_rate / 10)             # a small first update, so that the ratios stay readable
     for step in range(100):               # up to the first group whose rewards differ: the others teach nothing
         rollout = sample_rollout(policy.eval(), tokenizer, sample_batch(dataset, config, step), config, step)
@@ -1828,7 +1829,7 @@ def explain(policy, tokenizer, dataset, reward_funcs, config):
         advantages = compute_advantages(rewards_per_func, rollout, config)
         if advantages.any():
             break
-    update_policy(policy, initial_state(policy, config), rollout, advantages, config)
+    update_policy(policy, initial_state(policy, tokenizer, config), rollout, advantages, config)
     mask, old_logps, rows = rollout.completion_mask, rollout.old_logps, torch.arange(config.num_generations)
     with torch.no_grad():
         logps = score(policy, rollout, rows, config)
@@ -2020,15 +2021,12 @@ def run(given):
         settings["before"] = solve(policy, tokenizer, held_out, config, "before GRPO:")
 
     if folder is None:
-        judge = build_reward_model(policy, tokenizer, config) if config.train_reward_model else None
-        state = initial_state(policy, config)
-        state.reward_model = judge
-        if judge is not None:
-            teach_reward_model(policy, tokenizer, dataset, reward_funcs, judge, config)
+        state = initial_state(policy, tokenizer, config)
+        if config.train_reward_model:
+            teach_reward_model(state.reward_model, policy, tokenizer, dataset, reward_funcs, config)
     else:
         with reading(folder):
             state = load_checkpoint(folder, policy, tokenizer, config)
-    reward_funcs = [f for f in (state.reward_model, *reward_funcs) if f is not None]
     say("On-policy (num_iterations = 1) every ratio is 1, so the loss stays near 0 and clip_ratio at 0. That is normal: the "
         "gradient is not 0. Watch the reward.")
     journal = Journal(policy, tokenizer, state, config, settings, folder)

@@ -1941,7 +1941,7 @@ def test_train_is_algorithm_1(monkeypatch):
     judge = types.SimpleNamespace()
     monkeypatch.setattr(grpo.module, "update_reward_model", lambda state, *a: events.append(f"judge after {state.step}"))
     config, state = dataclasses.replace(config, sync_ref_model=False, train_reward_model=True, max_steps=3), None
-    state = grpo.initial_state(policy, config)
+    state = grpo.initial_state(policy, None, dataclasses.replace(config, train_reward_model=False))
     state.reward_model = judge
     grpo.train(policy, None, None, [], config, state=state)
     assert [e for e in events if e[:3] in ("ref", "jud")] == [f"{e}" for i in (1, 2, 3) for e in ("reference 0", f"judge after {i}")]
@@ -1962,7 +1962,7 @@ def gradient_of_update(config, advantages, **kwargs):
         rollout.ref_logps = rollout.sampling_logps - 0.1
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    metrics = grpo.update_policy(model, grpo.initial_state(model, config), rollout, A, config)
+    metrics = grpo.update_policy(model, grpo.initial_state(model, None, config), rollout, A, config)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics, calls, rollout, A
 
 
@@ -2005,7 +2005,7 @@ def test_with_beta_every_row_counts():
 def test_the_first_of_mu_updates_finds_the_old_logps_and_the_second_uses_them():
     config = grpo.GRPOConfig(**dict(OPTIONS, learning_rate=1e-2), lr_scheduler_type="constant", num_iterations=2)
     model, rollout, A = rollout_and_advantages(config, [1.0, -1.0, 0.5, -0.5, 1.0, -1.0, 0.0, 0.0])
-    state, calls = grpo.initial_state(model, config), []
+    state, calls = grpo.initial_state(model, None, config), []
     model.model.layers[0].register_forward_pre_hook(lambda *a: calls.append(1))
     first = grpo.update_policy(model, state, rollout, A, config)
     old = rollout.old_logps.clone()
@@ -2038,7 +2038,7 @@ def test_every_eos_id_ends_a_completion():
 def test_the_logged_entropy_is_that_of_the_distributions():
     config = grpo.GRPOConfig(**OPTIONS)
     model, rollout, A = rollout_and_advantages(config, [1.0, -1.0] * 4)
-    state, rewards = grpo.initial_state(model, config), torch.arange(8.0)[:, None]
+    state, rewards = grpo.initial_state(model, None, config), torch.arange(8.0)[:, None]
     metrics = grpo.step_metrics(state, rollout, rewards, grpo.update_policy(model, state, rollout, A, config), [len], config)
     _, entropies = grpo.per_token_logps(
         make_model("llama"),
@@ -2180,7 +2180,7 @@ def test_the_reward_model_pairs_best_with_worst_learns_and_replays(monkeypatch):
     policy, config = make_model("gpt2"), grpo.GRPOConfig(
         **OPTIONS, train_reward_model=True, reward_model_learning_rate=1e-2, replay_share=0.25
     )
-    judge = grpo.build_reward_model(policy, tokenizer, config)
+    judge = grpo.initial_state(policy, tokenizer, config).reward_model
     for name, weight in judge.model.base_model.named_parameters():
         assert torch.equal(weight, dict(policy.base_model.named_parameters())[name])      # it starts from the policy's body
     judge.remember(rollout, torch.tensor([0.5, 2.0, nan, 1.0, 3.0, 3.0, 3.0, 3.0]), 4)
