@@ -2219,6 +2219,18 @@ def test_with_a_learned_reward_its_score_alone_counts_and_the_truth_ranks(models
     transformers.AutoModelForSequenceClassification.from_pretrained(out / "checkpoint/reward_model")
 
 
+def test_train_called_without_a_state_makes_the_reward_model_itself():
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    tokenizer, seen = grpo.tiny_tokenizer(), []
+    config = grpo.GRPOConfig(**OPTIONS, train_reward_model=True, ref_model_sync_steps=1, reward_model_steps=1, max_steps=2)
+    problems = grpo.tiny_problems(0)[0][:8]
+    state = grpo.train(grpo.tiny_model(tokenizer, 0), tokenizer, problems, [length], config, report=lambda state, m: seen.append(m))
+    assert len(state.reward_model.replay) > 0 and state.reward_model.pairs == []
+    assert all(m["reward"] == pytest.approx(m["rewards/reward_model/mean"]) and m["rewards/length/mean"] > 1 for m in seen)
+
+
 # §11 Command line ----------------------------------------------------------------------------------------------------
 
 
@@ -2630,6 +2642,10 @@ def test_explain_prints_a_group_token_by_token(models, data, capsys):
         assert float(loss) == pytest.approx(-min(r * A, min(max(r, 0.8), 1.2) * A) * int(mask), abs=2e-3)
         assert (clipped == "yes") == ((r > 1.2 and A > 0) or (r < 0.8 and A < 0))
     assert re.search(r"rewards \[.*\], mean -?\d+\.\d{4}, std \d+\.\d{4}", text)
+    two = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--explain", "--reward_funcs",
+           f"{data}/my_rewards.py:length", "soft_overlong", "--reward_weights", "0", "1"]
+    texts = [(grpo.main(two + more), capsys.readouterr().out)[1] for more in ([], ["--train_reward_model"])]
+    assert texts[0] == texts[1]                                                           # it shows the given rewards, weighted
 
 
 def torchrun(processes, *arguments):
