@@ -357,7 +357,7 @@ def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
     _check(rewards=(rewards, "B T"), values=(values, "B T"), completion_mask=(completion_mask, "any B T"),
            gamma=(gamma, "0 to 1"), lam=(lam, "0 to 1"))
     mask = completion_mask != 0
-    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    values = torch.where(mask, values, 0)                                                                # (B, T)
     next_advantage = next_value = values.new_zeros(len(values))                                          # (B,)
     advantages = torch.zeros_like(values)                                                                # (B, T)
     for t in reversed(range(values.size(1))):
@@ -1427,6 +1427,15 @@ def build_reward_model(policy, tokenizer, config):
     return RewardModel("reward_model", model, tokenizer, optimizer)
 
 
+def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=40):
+    """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
+    for step in range(config.max_steps, config.max_steps + batches):
+        rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
+        truth = combine_rewards(compute_rewards(reward_funcs, rollout), config.reward_weights)
+        judge.remember(rollout, own_share(truth), config.num_generations)
+    judge.learn(config, config.max_steps, 5 * config.reward_model_steps)
+
+
 def update_reward_model(state, rollout, rewards_per_func, config):
     """Line 14: the reward model sees each step's pairs, and learns at the end of an outer iteration."""
     truth = combine_rewards(rewards_per_func[:, 1:], config.reward_weights)                              # (B,)
@@ -1534,10 +1543,6 @@ def shard(model):
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
             per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=20,
             reward_model_steps=200, reward_model_learning_rate=5e-4)
-REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
-SETTINGS = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "step_reward_func": None,
-            "before": None}                                               # what a run needs beside its GRPOConfig
-RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size", "fsdp")  # free to change on resume
 
 
 def tiny_tokenizer():
@@ -1615,6 +1620,11 @@ def solve(model, tokenizer, problems, config, when):
     return sum(right) / len(right)
 
 
+# What a run reads: a dataset, reward functions, a model.
+
+REWARDS = {"accuracy": accuracy_reward, "think_format": think_format_reward}
+
+
 def load_dataset(path):
     """JSON Lines, an object a line: "prompt" (a string, or messages) and further columns, the same in every line."""
     rows = []
@@ -1664,15 +1674,6 @@ def load_reward_func(name, config):
     return f
 
 
-def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=40):
-    """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
-    for step in range(config.max_steps, config.max_steps + batches):
-        rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
-        truth = combine_rewards(compute_rewards(reward_funcs, rollout), config.reward_weights)
-        judge.remember(rollout, own_share(truth), config.num_generations)
-    judge.learn(config, config.max_steps, 5 * config.reward_model_steps)
-
-
 def load_model(name, weights=None, auto_class=None, device=None, **options):
     """A float32 model and its tokenizer, from a folder or the Hugging Face hub; code that comes with it is never run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -1700,6 +1701,9 @@ def check_context(model, tokenizer, dataset, config):
         if lengths.max() + config.max_completion_length > context:
             raise ValueError(f"prompt {start + int(lengths.argmax()) + 1}: got {lengths.max()} tokens; allowed is the model's "
                              f"context of {context} less max_completion_length = {config.max_completion_length}")
+
+
+# What a run can go on from: checkpoints, which are written whole or not at all.
 
 
 def save_checkpoint(policy, tokenizer, state, config, settings):
@@ -1778,30 +1782,7 @@ def load_checkpoint(folder, policy, tokenizer, config):
     return state
 
 
-def read_options(given):
-    """What the flags, or the checkpoint that they name, say: settings, config, and the checkpoint's folder or None."""
-    typed = PRESETS.get(given.get("preset"), {}) | given
-    if "resume_from_checkpoint" not in given:
-        settings = SETTINGS | {name: value for name, value in given.items() if name in SETTINGS}
-        if settings["model"] != "tiny" and not (settings["model"] and settings["dataset"]):
-            raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
-        options = (TINY if settings["model"] == "tiny" else {}) | typed
-        return settings, GRPOConfig(**{f.name: options[f.name] for f in fields(GRPOConfig) if f.name in options}), None
-    folder = given["resume_from_checkpoint"].rstrip("/")
-    folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder     # killed in between
-    with reading(folder):
-        with open(os.path.join(folder, "run.json")) as file:
-            run = json.load(file)
-        settings, config = {name: run[name] for name in SETTINGS}, GRPOConfig(**run["config"])
-        damaged = run["files"].items() - digests(folder).items()
-        if damaged:
-            raise ValueError(f"{', '.join(name for name, _ in sorted(damaged))}: not as it was saved")
-    known = settings | asdict(config)
-    wrong = [f"{name} = {value} (was {known[name]})" for name, value in typed.items()
-             if name in known and name not in RUN_ONLY and value != known[name]]
-    if wrong:
-        raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
-    return settings, replace(config, **{name: given[name] for name in RUN_ONLY if name in given}), folder
+# What a run shows.
 
 
 def plot_curve(lines, path):
@@ -1850,49 +1831,6 @@ def explain(policy, tokenizer, dataset, reward_funcs, config):
     mean, std = group_stats(rewards, len(rewards))
     text.append(f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}")
     return "\n".join(text)
-
-
-def build_parser():
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            self.exit(2, f"grpo.py: error: {message}\n")
-
-    parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
-    parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
-    parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
-    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, "
-                        "file.py:function, or a sequence-classification model (default: accuracy think_format)")
-    parser.add_argument("--step_reward_func", metavar="NAME", help="addition_steps or file.py:function, a reward for each step")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
-    parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
-    parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
-    for f in fields(GRPOConfig):
-        words = f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) else None
-        kind = {"type": f.type, "choices": words, "metavar": "|".join(map(str, words)) if words else f.type.__name__.upper()}
-        if f.type is bool:
-            kind |= {"type": lambda text: {"true": True, "false": False}.get(text.lower(), text), "nargs": "?", "const": True}
-        if f.type is list:
-            kind |= {"type": float, "nargs": "+", "metavar": "FLOAT"}
-        defaults = f"default: {f.default!r}" + (f"; tiny: {TINY[f.name]!r}" if f.name in TINY else "")
-        parser.add_argument(f"--{f.name}", **kind, help=f"{f.metadata['help']} ({defaults})")
-    return parser
-
-
-def main(argv=None):
-    given = vars(build_parser().parse_args(argv))
-    try:
-        return run(given)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if rank_and_world()[1] == 1:
-            raise
-        print("grpo.py: error: lost the other processes:", first_line(error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:                                             # before the first step there is nothing to save
-        return 130
 
 
 class Journal:
@@ -1963,6 +1901,66 @@ class Journal:
             raise self.unsaved
         if rank_and_world()[0] == 0 and self.lines:
             plot_curve(list(map(json.loads, self.lines)), os.path.join(self.config.output_dir, "curve.png"))
+
+
+# From the flags to the run.
+
+SETTINGS = {"model": None, "dataset": None, "reward_funcs": ["accuracy", "think_format"], "step_reward_func": None,
+            "before": None}                                               # what a run needs beside its GRPOConfig
+RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch_size", "fsdp")  # free to change on resume
+
+
+def build_parser():
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            self.exit(2, f"grpo.py: error: {message}\n")
+
+    parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
+    parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
+    parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
+    parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, "
+                        "file.py:function, or a sequence-classification model (default: accuracy think_format)")
+    parser.add_argument("--step_reward_func", metavar="NAME", help="addition_steps or file.py:function, a reward for each step")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
+    parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
+    parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
+    for f in fields(GRPOConfig):
+        words = f.metadata["rule"] if isinstance(f.metadata["rule"], tuple) else None
+        kind = {"type": f.type, "choices": words, "metavar": "|".join(map(str, words)) if words else f.type.__name__.upper()}
+        if f.type is bool:
+            kind |= {"type": lambda text: {"true": True, "false": False}.get(text.lower(), text), "nargs": "?", "const": True}
+        if f.type is list:
+            kind |= {"type": float, "nargs": "+", "metavar": "FLOAT"}
+        defaults = f"default: {f.default!r}" + (f"; tiny: {TINY[f.name]!r}" if f.name in TINY else "")
+        parser.add_argument(f"--{f.name}", **kind, help=f"{f.metadata['help']} ({defaults})")
+    return parser
+
+
+def read_options(given):
+    """What the flags, or the checkpoint that they name, say: settings, config, and the checkpoint's folder or None."""
+    typed = PRESETS.get(given.get("preset"), {}) | given
+    if "resume_from_checkpoint" not in given:
+        settings = SETTINGS | {name: value for name, value in given.items() if name in SETTINGS}
+        if settings["model"] != "tiny" and not (settings["model"] and settings["dataset"]):
+            raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
+        options = (TINY if settings["model"] == "tiny" else {}) | typed
+        return settings, GRPOConfig(**{f.name: options[f.name] for f in fields(GRPOConfig) if f.name in options}), None
+    folder = given["resume_from_checkpoint"].rstrip("/")
+    folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder     # killed in between
+    with reading(folder):
+        with open(os.path.join(folder, "run.json")) as file:
+            run = json.load(file)
+        settings, config = {name: run[name] for name in SETTINGS}, GRPOConfig(**run["config"])
+        damaged = run["files"].items() - digests(folder).items()
+        if damaged:
+            raise ValueError(f"{', '.join(name for name, _ in sorted(damaged))}: not as it was saved")
+    known = settings | asdict(config)
+    wrong = [f"{name} = {value} (was {known[name]})" for name, value in typed.items()
+             if name in known and name not in RUN_ONLY and value != known[name]]
+    if wrong:
+        raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
+    return settings, replace(config, **{name: given[name] for name in RUN_ONLY if name in given}), folder
 
 
 def check_run(given, config, settings):
@@ -2039,6 +2037,22 @@ def run(given):
         after = solve(policy, tokenizer, held_out, config, "after GRPO:")
         say(f"held-out accuracy: {settings['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
     return 0
+
+
+def main(argv=None):
+    given = vars(build_parser().parse_args(argv))
+    try:
+        return run(given)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if rank_and_world()[1] == 1:
+            raise
+        print("grpo.py: error: lost the other processes:", first_line(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:                                             # before the first step there is nothing to save
+        return 130
 
 
 if __name__ == "__main__":
