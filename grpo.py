@@ -4,7 +4,7 @@ A language model (the policy) answers each prompt G times; a token becomes more 
 the mean of the G, less likely where it is worse. The file goes from the scores of the answers to that update: rewards,
 advantages, log-probs, ratio and clip, KL, masks, aggregation, the loss. Each function takes tensors and numbers, keeps
 the dtype and device that it is given, and can be pasted into another file together with `import torch` and the helper
-`_check`. Then come sampling, Algorithm 1 and the command line:
+`_check` (for that, a formula here and there is written twice). Then come sampling, Algorithm 1 and the command line:
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl --reward_funcs accuracy
@@ -17,15 +17,20 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     P, B            -                                  prompts; rows, B = P·G (row i belongs to prompt i // G)
     T, V, S, F      -                                  completion tokens, vocabulary, reasoning steps, reward functions
     r_i             rewards                  (B,)      reward of a whole answer
-    A_i, A_{i,t}    advantages               (B,|B,T)  how much better than the group's mean
+    A_i             advantages               (B,)      how much better than the group's mean
+    A_{i,t}         advantages               (B, T)    the same for each token
     log π_θ         logps                    (B, T)    log-prob of each sampled token, policy in training (nats)
-    log π_old       old_logps                (B, T)    the same under the policy that sampled (on-policy: π_θ itself)
-    log π_ref       ref_logps                (B, T)    the same under the frozen reference
+    log π_old       old_logps                (B, T)    the same under the weights that sampled, by the same scorer
+    -               sampling_logps           (B, T)    what the sampler itself recorded: log π_old, but for rounding
+    log π_ref       ref_logps                (B, T)    the same under the reference, a frozen earlier copy of the model
     m               completion_mask          (B, T)    1 = real token (the EOS included), 0 = padding
     ρ               ratio                    (B, T)    importance ratio π_θ / π_old
     ε_low, ε_high   epsilon_low, epsilon_high          clip range 1 - ε_low ... 1 + ε_high
     β               beta                               weight of the KL term
     μ               num_iterations                     updates on one batch of samples
+
+On-policy: π_θ is still π_old, so ρ = 1. REINFORCE: the policy gradient, that of -A·log π_θ. Critic: PPO's second network,
+which predicts the reward. sg[x]: x without gradient, x.detach().
 
 Padding may hold anything, NaN and ±inf included: what stands under completion_mask == 0 reaches no value and no
 gradient. Functions without a mask argument work token by token and leave padding to the function that aggregates.
@@ -209,15 +214,15 @@ def combine_rewards(rewards_per_func, reward_weights=None):
 
 
 # §2 Group statistics and advantages ----------------------------------------------------------------------------------
-# Everything is measured from the group's lowest reward: that shift cancels in r - mean, and it makes equal rewards
-# exactly 0. Without it, rounding leaves r - mean = 1e-8, and 1e-8 / (std + 1e-8) is an advantage out of thin air.
+# A group is measured from its lowest reward: that shift cancels in r - mean, and it makes equal rewards exactly 0.
+# Without it, rounding leaves r - mean = 1e-8, which over std + eps, both as small, is an advantage out of thin air.
 
 
 def group_stats(rewards, num_generations, *, correction=1):
     """Mean and standard deviation of each group.
 
     mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)),  n = the group's rewards that are not NaN.
-    Source: DeepSeekMath §4.1.2, which leaves open by what std divides. TRL, CS336: n - 1; the paper's worked guides: n.
+    Source: DeepSeekMath §4.1.2, which leaves open by what std divides. TRL, CS336: n - 1; most examples by hand: n.
 
     Args:
         rewards: (B,) in reward units, NaN = left out.
@@ -348,7 +353,7 @@ def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
         values: (B, T), the critic's V_t in reward units.
         completion_mask: (B, T), 1 = real token.
         gamma: γ, discount, in [0, 1].
-        lam: λ, bias against variance, in [0, 1].
+        lam: λ, in [0, 1]: 0 trusts the critic (bias), 1 the rewards that came (variance).
     Returns:
         advantages (B, T), returns (B, T), 0 at padding.
     Raises:
@@ -460,7 +465,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
     Args:
         model: any causal LM of transformers (or a module with its forward, get_decoder and config).
-        prompt_ids, prompt_mask: (B, P), left-padded.
+        prompt_ids, prompt_mask: (B, L), L prompt tokens, left-padded.
         completion_ids, completion_mask: (B, T), right-padded.
         temperature: of sampling, > 0.
         compute_entropy: also return the entropies (no gradient).
@@ -475,14 +480,14 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
     from torch.utils.checkpoint import checkpoint
 
-    _check(prompt_ids=(prompt_ids, "int B P"), prompt_mask=(prompt_mask, "any B P"), temperature=(temperature, "> 0"),
+    _check(prompt_ids=(prompt_ids, "int B L"), prompt_mask=(prompt_mask, "any B L"), temperature=(temperature, "> 0"),
            completion_ids=(completion_ids, "int B T"), completion_mask=(completion_mask, "any B T"),
            chunk_size=(chunk_size, "> 0?"))
     if prompt_ids.size(1) == 0 or not (prompt_mask[:, -1] != 0).all():
         raise ValueError("prompt_mask: got a row whose last token is padding; allowed is left-padded prompts of 1 token or more")
     real = completion_mask != 0                                                                          # (B, T)
-    mask = torch.cat([prompt_mask != 0, real], 1)                                                        # (B, P+T)
-    ids = torch.cat([prompt_ids, completion_ids], 1).masked_fill(~mask, 0)                               # (B, P+T)
+    mask = torch.cat([prompt_mask != 0, real], 1)                                                        # (B, L+T)
+    ids = torch.cat([prompt_ids, completion_ids], 1).masked_fill(~mask, 0)                               # (B, L+T)
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -565,9 +570,9 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
     """The policy loss of PPO and GRPO: improve the good answers, but not beyond the trust region.
 
-    l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with delta, min(ρ, δ) stands for the first ρ.
+    l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A).
     min is pessimistic: the gradient is 0 where A > 0 and ρ > 1 + ε_high, or A < 0 and ρ < 1 - ε_low, and only there.
-    Where A < 0, ρ has no upper bound; delta (1 + ε_high or more) gives it one.
+    Where A < 0, ρ has no upper bound; delta (1 + ε_high or more) gives it one: min(ρ, δ) stands for the first ρ.
     Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4 and TRL. verl's dual clip bounds the loss at c = 3.
 
     Args:
@@ -658,7 +663,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
 
     With k1 = log π_θ - log π_ref:  "k1": k1.  "k2": ½·k1².  "k3": exp(-k1) + k1 - 1, which is never negative.
     Under samples of π_θ, k1 and k3 have the KL as their mean, k2 has not. As a loss term the gradients are another
-    matter: E∇k1 = 0, E∇k2 = ∇KL(π_θ‖π_ref), E∇k3 = ∇KL(π_ref‖π_θ).
+    matter, for they hold the samples fixed: E∇k1 = 0, E∇k2 = ∇KL(π_θ‖π_ref), E∇k3 = ∇KL(π_ref‖π_θ).
     Source: DeepSeekMath eq. 4 (k3); Schulman 2020, "Approximating KL divergence". expm1 keeps k3 >= 0 in float32.
 
     Args:
@@ -714,7 +719,7 @@ def top_entropy_mask(entropies, completion_mask, quantile):
     Args:
         entropies: (B, T) in nats.
         completion_mask: (B, T), 1 = real token.
-        quantile: the fraction to keep, in [0, 1]; 1 keeps every real token.
+        quantile: the top fraction to keep, in [0, 1]: 0.2 the highest fifth, 1 every real token.
     Returns:
         (B, T) of completion_mask's dtype, 0 at padding.
     Raises:
@@ -793,8 +798,8 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         ref_logps: (B, T), needed where beta > 0.
         entropies: (B, T), needed where top_entropy_quantile < 1.
         sampling_logps: (B, T), None = no correction; sampling_cap is its cap.
-        policy_loss: "clip", "cispo" (epsilon_high is then the absolute cap, 5 or so) or "sapo".
-        use_bias_correction_kl: multiply the KL by ρ, which makes E∇k3 the gradient of KL(π_θ‖π_ref).
+        policy_loss: "clip", "cispo" (epsilon_high is then the absolute cap: set it, to 5 or so) or "sapo".
+        use_bias_correction_kl: multiply the KL by ρ; even where ρ = 1, its slope makes E∇k3 (token level) ∇KL(π_θ‖π_ref).
         others: as in the functions above.
     Returns:
         The scalar loss; metrics, a dict of floats: clip_ratio/low_mean, /high_mean, /region_mean, and kl and entropy
@@ -1427,7 +1432,7 @@ def build_reward_model(policy, tokenizer, config):
     return RewardModel("reward_model", model, tokenizer, optimizer)
 
 
-def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=40):
+def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=100):
     """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
     for step in range(config.max_steps, config.max_steps + batches):
         rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
@@ -1542,7 +1547,7 @@ def shard(model):
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
             per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=20,
-            reward_model_steps=200, reward_model_learning_rate=5e-4)
+            reward_model_steps=200, reward_model_learning_rate=1e-3)
 
 
 def tiny_tokenizer():
