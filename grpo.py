@@ -40,6 +40,7 @@ would not be the scorer's.
 """
 
 import argparse
+import bisect
 import contextlib
 import copy
 import functools
@@ -551,7 +552,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
-    """Keep the ratio in the trust region: clip(ρ, 1 - ε_low, 1 + ε_high).
+    """Keep the ratio where samples of π_old still speak for π_θ (the trust region): clip(ρ, 1 - ε_low, 1 + ε_high).
 
     Source: DeepSeekMath eq. 3, where ε_low = ε_high; DAPO (arXiv:2503.14476) §3.1 raises ε_high alone.
 
@@ -1160,7 +1161,7 @@ def initial_state(policy, tokenizer, config):
 
 def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_reward_func=None,
           report=lambda state, metrics: False):
-    """Algorithm 1 of DeepSeekMath; the numbers on the right are its lines.
+    """Algorithm 1 of DeepSeekMath; the numbers on the right are its lines (12, 13 and 15 say "end for").
 
     Args:
         policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
@@ -1195,7 +1196,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None, step_
                 update_reward_model(state, rollout, rewards, config)                                     # 14: r_φ, with replay
             if report(state, step_metrics(state, rollout, rewards, update, reward_funcs, config)):
                 return state
-    return state                                                                                         # 15
+    return state                                                                                         # output
 
 
 def refresh_reference(reference, policy):
@@ -1217,6 +1218,10 @@ class RewardError(ValueError):
     """A reward function raised, or returned something else than it should."""
 
 
+def name_of(f):
+    return getattr(f, "__name__", type(f).__name__)                       # a functools.partial, an object: it has none
+
+
 def call_reward_func(f, rollout, allowed, parse, **more):
     """What f says of this process's completions, through parse; an error names the function and the row."""
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist())]
@@ -1233,12 +1238,12 @@ def call_reward_func(f, rollout, allowed, parse, **more):
     except Exception as error:
         row = next((i for i in range(len(ids)) if fails(slice(i, i + 1))), None)
         where = "on the batch as a whole" if row is None else f"at row {row}, {rollout.completions[row]!r:.100}"
-        raise RewardError(f"reward function {f.__name__}: {type(error).__name__}: {error} {where} (the dataset's columns are "
-                          f"prompt, {', '.join(rollout.columns)})") from error
+        raise RewardError(f"reward function {name_of(f)}: {type(error).__name__}: {error} {where} (the dataset's columns are "
+                          f"{', '.join(['prompt', *rollout.columns])})") from error
     try:
         return [parse(value, i) for i, value in zip(range(len(ids)), values, strict=True)]
     except (TypeError, ValueError):
-        raise RewardError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a list of {len(ids)} {allowed}, one "
+        raise RewardError(f"reward function {name_of(f)}: got {values!r:.100}; allowed is a list of {len(ids)} {allowed}, one "
                           "for each completion") from None
 
 
@@ -1252,7 +1257,8 @@ def compute_rewards(reward_funcs, rollout):
     """Line 8: each reward function on each completion of all processes, (B, F), None as NaN."""
     with all_or_none():
         columns = [call_reward_func(f, rollout, "finite numbers or None", finite_or_nan) for f in reward_funcs]
-    return gather(torch.tensor(columns, device=rollout.completion_ids.device).T)                         # (B, F)
+    rewards = torch.tensor(columns, device=rollout.completion_ids.device).reshape(len(reward_funcs), len(rollout.completions))
+    return gather(rewards.T)                                                                             # (B, F)
 
 
 def compute_step_rewards(f, rollout, tokenizer, config):
@@ -1262,11 +1268,15 @@ def compute_step_rewards(f, rollout, tokenizer, config):
         return None
     texts, ends = [], []
     for ids, n in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist()):
-        pieces = [tokenizer.decode([i], skip_special_tokens=True) for i in ids[:n]]
-        cuts = re.finditer(re.escape(config.step_separator) + "|</think>", "".join(pieces))
-        tokens = numpy.searchsorted(numpy.cumsum([len(piece) for piece in pieces]), [cut.end() for cut in cuts]).tolist()
-        ends.append(sorted({*tokens, n - 1}))
-        texts.append(["".join(pieces[a + 1 : b + 1]) for a, b in zip([-1, *ends[-1]], ends[-1])])
+        def read(t):                                                      # the text up to and with token t
+            return tokenizer.decode(ids[: t + 1], skip_special_tokens=True)
+
+        text = read(n - 1)
+        cuts = [cut.end() for cut in re.finditer(re.escape(config.step_separator) + "|</think>", text)]
+        cuts = [cut for cut in cuts if text[cut:].strip()]                # what is left at the end joins the last step
+        ends.append(sorted({*(bisect.bisect_left(range(n), cut, key=lambda t: len(read(t))) for cut in cuts), n - 1}))
+        marks = [0, *(len(read(t)) for t in ends[-1])]
+        texts.append([text[a:b] for a, b in zip(marks, marks[1:])])
 
     def parse(values, row):
         return [finite_or_nan(value) for _, value in zip(texts[row], values, strict=True)]
@@ -1339,7 +1349,7 @@ def update_policy(policy, state, rollout, advantages, config):
     """Line 11: one step of AdamW down the loss of the whole batch, whose gradient is added up part by part."""
     mask, is_first = rollout.completion_mask, rollout.old_logps is None
     tokens, rows = all_reduce(torch.stack([mask.sum(), mask.new_tensor(len(mask))])).tolist()            # of all processes
-    if is_first:                          # the policy has not moved yet: what it finds now is log π_old
+    if is_first:                          # what the unmoved policy finds below is log π_old; rows left out keep the sampler's
         rollout.old_logps = rollout.sampling_logps.clone()
     weights = [p for p in policy.parameters() if p.requires_grad]
     for p in weights:
@@ -1433,7 +1443,7 @@ def build_reward_model(policy, tokenizer, config):
 
 
 def teach_reward_model(judge, policy, tokenizer, dataset, reward_funcs, config, batches=100):
-    """Before the first iteration: the reward model learns five iterations' worth from batches that no step of the run uses."""
+    """Before the first iteration: 5 × reward_model_steps updates from batches of samples that no step of the run uses."""
     for step in range(config.max_steps, config.max_steps + batches):
         rollout = sample_rollout(policy, tokenizer, sample_batch(dataset, config, step), config, step)
         truth = combine_rewards(compute_rewards(reward_funcs, rollout), config.reward_weights)
@@ -1463,7 +1473,7 @@ def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config)
                "completions/clipped_ratio": 1 - terminated.float().mean().item()}
     for f, column in zip(reward_funcs, rewards_per_func.T):
         mean, std = group_stats(column, len(column))
-        metrics |= {f"rewards/{f.__name__}/mean": mean.item(), f"rewards/{f.__name__}/std": std.item()}
+        metrics |= {f"rewards/{name_of(f)}/mean": mean.item(), f"rewards/{name_of(f)}/std": std.item()}
     if rollout.step_rewards is not None:
         real = ~rollout.step_rewards.isnan()
         total, count = all_reduce(torch.stack([rollout.step_rewards.nansum(), real.sum()])).tolist()
@@ -1479,7 +1489,7 @@ def step_metrics(state, rollout, rewards_per_func, update, reward_funcs, config)
 
 
 def default_device():
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")   # "cuda" is the current one
 
 
 def rank_and_world():
@@ -1511,7 +1521,7 @@ def gather_json(items):
 
 
 def all_reduce(x):
-    """The sum of x over all processes."""
+    """The sum of x over all processes; x itself takes it."""
     if rank_and_world()[1] > 1:
         torch.distributed.all_reduce(x)
     return x
@@ -1604,7 +1614,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=200, rows=128, learnin
         mask = traces["attention_mask"].to(model.device)
         ids = traces["input_ids"].to(model.device)
         logps, _ = per_token_logps(model, *encode_prompts(tokenizer, prompts, model.device), ids, mask)
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)    # constant for half the time, then to 0
         optimizer.zero_grad()
         aggregate(-logps, mask, loss_type="bnpo").backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1654,7 +1664,7 @@ def load_dataset(path):
     return rows
 
 
-def load_reward_func(name, config):
+def load_reward_func(name, config, flag="reward_funcs"):
     """A reward function by its name: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
     path, _, function = name.rpartition(":")
     if name == "soft_overlong":
@@ -1670,24 +1680,24 @@ def load_reward_func(name, config):
     elif os.path.isdir(name) or "/" in name:
         from transformers import AutoModelForSequenceClassification
         f = RewardModel(os.path.basename(os.path.normpath(name)),
-                        *load_model(name, auto_class=AutoModelForSequenceClassification, num_labels=1))
+                        *load_model(name, auto_class=AutoModelForSequenceClassification, flag=flag, num_labels=1))
     else:
         f = None
     if not callable(f):
-        raise ValueError(f"reward_funcs: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the "
+        raise ValueError(f"{flag}: got {name}; allowed is {', '.join(REWARDS)}, soft_overlong, file.py:function, or the "
                          "folder or hub name of a sequence-classification model")
     return f
 
 
-def load_model(name, weights=None, auto_class=None, device=None, **options):
+def load_model(name, weights=None, auto_class=None, device=None, flag="model", **options):
     """A float32 model and its tokenizer, from a folder or the Hugging Face hub; code that comes with it is never run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = (auto_class or AutoModelForCausalLM).from_pretrained(weights or name, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises many kinds, most of them many lines long
-        raise ValueError(f"model: cannot load {name} ({first_line(error)}); allowed is tiny, or the folder or hub name of a "
-                         "model with its tokenizer") from error
+        raise ValueError(f"{flag}: cannot load {name} ({first_line(error)}); allowed is {'tiny, or ' * (flag == 'model')}the "
+                         "folder or hub name of a model with its tokenizer") from error
     if tokenizer.eos_token_id is None and auto_class is None:
         raise ValueError(f"model: the tokenizer of {name} has no EOS token; allowed is one with which an answer can end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1818,15 +1828,17 @@ def explain(policy, tokenizer, dataset, reward_funcs, config):
     update_policy(policy, initial_state(policy, tokenizer, config), rollout, advantages, config)
     mask, old_logps, rows = rollout.completion_mask, rollout.old_logps, torch.arange(config.num_generations)
     with torch.no_grad():
-        logps = score(policy, rollout, rows, config)
+        logps = score(policy, rollout, rows, config)                      # cut to the longest completion that counts
+    T = logps.size(1)
+    mask, old_logps, advantages = mask[:, :T], old_logps[:, :T], advantages[:, :T]
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level)
     ratio = ratio.expand_as(logps)
     text = [f"{len(rows)} completions to {rollout.prompts[0]!r}, as the second update on them sees them (loss: the policy term)"]
     for i in rows.tolist():
         text.append(f"\ncompletion {i + 1}: {rollout.completions[i]!r}\n"
                     f"{'token':>12} mask     logp old logp   ratio clipped advantage     loss")
-        for t, token in enumerate(rollout.completion_ids[i].tolist()):
-            only_t = advantages[i : i + 1] * (torch.arange(len(advantages[i])) == t)    # the loss is linear in A
+        for t, token in enumerate(rollout.completion_ids[i, :T].tolist()):
+            only_t = advantages[i : i + 1] * (torch.arange(T, device=mask.device) == t)                  # the loss is linear in A
             loss, metrics = grpo_loss(logps[i : i + 1], only_t, mask[i : i + 1], old_logps=old_logps[i : i + 1],
                                       num_items_in_batch=1, **loss_options(config) | {"loss_type": "dapo"})
             clipped = "yes" if metrics["clip_ratio/region_mean"] else "no"
@@ -1848,7 +1860,8 @@ class Journal:
         if folder is not None and os.path.exists(self.path):
             with reading(folder), open(self.path) as file:                # what came after the checkpoint will come again
                 self.lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= state.step]
-        self.signals, self.fresh, self.unsaved, self.started = [], True, None, time.perf_counter()
+        self.signals, self.fresh, self.unsaved, self.first = [], True, None, state.step
+        self.started = time.perf_counter()
         self.bar = tqdm(total=config.max_steps, initial=state.step, desc="GRPO", dynamic_ncols=True,
                         disable=rank_and_world()[0] > 0)
 
@@ -1878,7 +1891,8 @@ class Journal:
 
     def save(self):
         try:
-            self.unsaved = save_checkpoint(*self.parts)
+            save_checkpoint(*self.parts)
+            self.unsaved = None
         except OSError as error:                                          # the run goes on: the next one may find room
             self.unsaved = error
             self.bar.write(f"grpo.py: warning: {error}", file=sys.stderr)
@@ -1894,7 +1908,7 @@ class Journal:
         try:
             train(state=self.state, report=self.report)
         except RewardError as error:
-            if self.bar.n == self.bar.initial:                            # no step was done that could be lost
+            if self.state.step == self.first:                             # no step was done that could be lost
                 raise
             self.save()
             raise RewardError(f"{error}; {self.how_to_go_on()}") from error
@@ -1916,18 +1930,16 @@ RUN_ONLY = ("output_dir", "logging_steps", "save_steps", "per_device_train_batch
 
 
 def build_parser():
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            self.exit(2, f"grpo.py: error: {message}\n")
-
-    parser = Parser(prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
+    parser = argparse.ArgumentParser(
+        prog="grpo.py", description="Group Relative Policy Optimization.", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, epilog="--model tiny runs offline, in about a minute on two CPU cores.")
+    parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     parser.add_argument("--model", help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines of prompt (text or messages) and further columns")
     parser.add_argument("--reward_funcs", nargs="+", metavar="NAME", help=f"{', '.join(REWARDS)}, soft_overlong, "
                         "file.py:function, or a sequence-classification model (default: accuracy think_format)")
     parser.add_argument("--step_reward_func", metavar="NAME", help="addition_steps or file.py:function, a reward for each step")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it win")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags beside it, and the sizes of tiny, win")
     parser.add_argument("--resume_from_checkpoint", metavar="DIR", help="go on from the checkpoint folder of an earlier run")
     parser.add_argument("--explain", action="store_true", help="print one sampled group token by token, and end")
     for f in fields(GRPOConfig):
@@ -1944,12 +1956,15 @@ def build_parser():
 
 def read_options(given):
     """What the flags, or the checkpoint that they name, say: settings, config, and the checkpoint's folder or None."""
-    typed = PRESETS.get(given.get("preset"), {}) | given
+    def typed(model):                                                     # with tiny, a preset changes the method, not the sizes
+        preset = PRESETS.get(given.get("preset"), {})
+        return {name: value for name, value in preset.items() if model != "tiny" or name not in TINY} | given
+
     if "resume_from_checkpoint" not in given:
         settings = SETTINGS | {name: value for name, value in given.items() if name in SETTINGS}
         if settings["model"] != "tiny" and not (settings["model"] and settings["dataset"]):
             raise ValueError("model, dataset: got too little; allowed is --model tiny, or --model NAME --dataset FILE.jsonl")
-        options = (TINY if settings["model"] == "tiny" else {}) | typed
+        options = (TINY if settings["model"] == "tiny" else {}) | typed(settings["model"])
         return settings, GRPOConfig(**{f.name: options[f.name] for f in fields(GRPOConfig) if f.name in options}), None
     folder = given["resume_from_checkpoint"].rstrip("/")
     folder = folder + ".old" if not os.path.isdir(folder) and os.path.isdir(folder + ".old") else folder     # killed in between
@@ -1961,7 +1976,7 @@ def read_options(given):
         if damaged:
             raise ValueError(f"{', '.join(name for name, _ in sorted(damaged))}: not as it was saved")
     known = settings | asdict(config)
-    wrong = [f"{name} = {value} (was {known[name]})" for name, value in typed.items()
+    wrong = [f"{name} = {value} (was {known[name]})" for name, value in typed(settings["model"]).items()
              if name in known and name not in RUN_ONLY and value != known[name]]
     if wrong:
         raise ValueError(f"resume_from_checkpoint: got {', '.join(wrong)}; allowed to change is {', '.join(RUN_ONLY)}")
@@ -2012,7 +2027,7 @@ def run(given):
     dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
     check_context(policy, tokenizer, dataset, config)
     reward_funcs = [load_reward_func(name, config) for name in settings["reward_funcs"]]
-    step_reward_func = load_reward_func(settings["step_reward_func"], config) if settings["step_reward_func"] else None
+    step_reward_func = settings["step_reward_func"] and load_reward_func(settings["step_reward_func"], config, "step_reward_func")
     if tiny and folder is None:
         cold_start(policy, tokenizer, dataset, config.seed)
     for p in policy.parameters() if world > 1 else ():

@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -1902,6 +1903,14 @@ def test_config_errors_name_the_field(options, named):
         grpo.GRPOConfig(**options)
 
 
+def test_a_preset_leaves_the_tiny_task_its_sizes_and_flags_win():
+    settings, config, _ = grpo.read_options({"model": "tiny", "preset": "deepseekmath", "beta": 0.5})
+    assert (config.loss_type, config.beta) == ("grpo", 0.5) and config.max_completion_length == grpo.TINY["max_completion_length"]
+    assert config.learning_rate == grpo.TINY["learning_rate"] and config.num_generations == grpo.TINY["num_generations"]
+    _, config, _ = grpo.read_options({"model": "gpt2", "dataset": "x.jsonl", "preset": "deepseekmath"})
+    assert (config.num_generations, config.max_completion_length, config.beta) == (64, 1024, 0.04)
+
+
 def test_config_is_frozen_and_every_preset_is_one():
     for preset in grpo.PRESETS.values():
         config = grpo.GRPOConfig(**preset)
@@ -2145,13 +2154,43 @@ def test_steps_end_at_the_separator_at_the_think_tag_and_at_the_last_token():
         return [[float(10 * i + j) if j else None for j in range(len(row))] for i, row in enumerate(steps)]
 
     rewards, ends = grpo.compute_step_rewards(steps_of, rollout, tokenizer, config)
-    assert seen["steps"] == [["<think>7+5=12,", "4+8+1=13</think>", "132"], ["<think>7</think>", ""], ["13,", ",", "2"]]
-    assert ends.tolist() == [[7, 16, 20], [2, 3, 0], [2, 3, 5]]
-    torch.testing.assert_close(rewards, torch.tensor([[nan, 1.0, 2.0], [nan, 11.0, nan], [nan, 21.0, 22.0]]), equal_nan=True)
+    assert seen["steps"] == [["<think>7+5=12,", "4+8+1=13</think>", "132"], ["<think>7</think>"], ["13,", ",", "2"]]
+    assert ends.tolist() == [[7, 16, 20], [3, 0, 0], [2, 3, 5]]                           # an EOS alone is no step
+    torch.testing.assert_close(rewards, torch.tensor([[nan, 1.0, 2.0], [nan, nan, nan], [nan, 21.0, 22.0]]), equal_nan=True)
     assert grpo.compute_step_rewards(None, rollout, tokenizer, config) is None
-    for wrong in ([[1.0]] * 3, [1.0] * 3, [[1.0] * 3, [1.0] * 2, [inf] * 3]):
+    for wrong in ([[1.0]] * 3, [1.0] * 3, [[1.0] * 3, [1.0], [inf] * 3]):
         with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is a list of 3 lists of finite numbers"):
             grpo.compute_step_rewards(lambda steps, **kwargs: wrong, rollout, tokenizer, config)
+
+
+def test_steps_keep_the_spaces_that_a_token_alone_does_not_show():
+    from tokenizers import Tokenizer, decoders, models
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", "<eos>", "▁one", "▁two", ";", "▁;;", "\n"])}, unk_token="<pad>"))
+    words.decoder = decoders.Metaspace()                                                  # as Llama's: decode([3]) is "two"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    _, rollout = rollout_of("12", "12")
+    rollout.completion_ids = torch.tensor([[2, 3, 4, 3, 2, 4, 6, 1], [2, 5, 3, 1, 0, 0, 0, 0]])
+    rollout.lengths, seen = torch.tensor([8, 4]), {}
+    _, ends = grpo.compute_step_rewards(lambda steps, **kwargs: seen.update(steps=steps) or [[1.0] * len(row) for row in steps],
+                                        rollout, tokenizer, grpo.GRPOConfig(**OPTIONS, step_separator=";"))
+    assert tokenizer.decode([3]) == "two" and seen["steps"] == [["one two;", " two one;\n"], ["one ;;", " two"]]
+    assert ends.tolist() == [[2, 7], [1, 3]]
+
+
+def test_rewards_by_objects_without_a_name_and_by_none_at_all():
+    class Score:
+        def __call__(self, completions, **kwargs):
+            return [float(len(c)) for c in completions]
+
+    tokenizer, rollout = rollout_of("12", "132")
+    assert grpo.compute_rewards([Score(), functools.partial(Score())], rollout).tolist() == [[2.0, 2.0], [3.0, 3.0]]
+    with pytest.raises(ValueError, match=r"reward function partial: TypeError: .*the dataset's columns are prompt\)"):
+        grpo.compute_rewards([functools.partial(len)], rollout)
+    assert grpo.compute_rewards([], rollout).shape == (2, 0)
+    config, seen = grpo.GRPOConfig(**OPTIONS, max_steps=1, step_separator=","), []
+    grpo.train(grpo.tiny_model(tokenizer, 0), tokenizer, grpo.tiny_problems(0)[0], [], config, report=lambda state, m: seen.append(m),
+               step_reward_func=grpo.addition_steps)                                      # steps alone may teach
+    assert math.isnan(seen[0]["reward"]) and 0 <= seen[0]["rewards/steps/mean"] <= 1
 
 
 def test_the_tiny_task_has_step_rewards_and_they_become_advantages():
@@ -2646,6 +2685,8 @@ def test_explain_prints_a_group_token_by_token(models, data, capsys):
            f"{data}/my_rewards.py:length", "soft_overlong", "--reward_weights", "0", "1"]
     texts = [(grpo.main(two + more), capsys.readouterr().out)[1] for more in ([], ["--train_reward_model"])]
     assert texts[0] == texts[1]                                                           # it shows the given rewards, weighted
+    assert grpo.main([*two[:4], *QUICK, "--max_completion_length", "12", "--explain", "--mask_truncated_completions",
+                      "--reward_funcs", f"{data}/my_rewards.py:length"]) == 0
 
 
 def torchrun(processes, *arguments):
@@ -2714,6 +2755,7 @@ def test_a_process_that_dies_ends_the_job(models, data):
     assert done.returncode != 0 and "grpo.py: error: lost the other processes" in done.stderr and "Signal 9 (SIGKILL)" in done.stderr
     done = torchrun(2, *command, f"{data}/die.py:fail")                                   # an error in one process alone ends both, saved
     assert done.returncode != 0 and "reward function fail: ZeroDivisionError" in done.stderr and "failed in another process" in done.stderr
+    assert "AttributeError" not in done.stderr and done.stderr.count("grpo.py: error:") == 2                  # a clear line from each
     assert json.loads((data / "out/checkpoint/run.json").read_text())["step"] == 1
 
 
