@@ -2011,9 +2011,11 @@ def load_policy(settings, config, folder):
 
 def run(given):
     """The command line; `given` holds the flags that were typed, and no others."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()                                     # it would announce each of its retries
     if "TORCHELASTIC_RUN_ID" in os.environ:                               # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -2023,8 +2025,8 @@ def run(given):
     settings, config, folder = read_options(given)
     check_run(given, config, settings)
     tiny = settings["model"] == "tiny"
-    policy, tokenizer = load_policy(settings, config, folder)
     dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(settings["dataset"]), [])
+    policy, tokenizer = load_policy(settings, config, folder)
     check_context(policy, tokenizer, dataset, config)
     reward_funcs = [load_reward_func(name, config) for name in settings["reward_funcs"]]
     step_reward_func = settings["step_reward_func"] and load_reward_func(settings["step_reward_func"], config, "step_reward_func")

@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -2640,6 +2641,9 @@ def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
         ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:raises"], "reward function raises: KeyError: 'oh'"),
         ([*model, *file, "--reward_weights", "1"], "reward_weights: got 1 for 2 reward functions"),
         (["--model", f"{data}/nowhere", *file], "model: cannot load"),
+        (["--model", f"{data}/nowhere", "--dataset", f"{data}/nofile"], "nofile"),               # the dataset is looked at first
+        ([*model, *file, "--step_reward_func", "nothing"], "step_reward_func: got nothing"),
+        ([*model, *file, "--reward_funcs", f"{data}/no/judge"], "reward_funcs: cannot load"),
         ([*model, *file, "--preset", "ppo"], "--preset"),
         ([*model, *file, "--loss_type", "ppo"], "--loss_type"),
         ([*model, *file, "--no_such_flag", "1"], "--no_such_flag"),
@@ -2665,6 +2669,7 @@ def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
         assert code == 2 and last.startswith("grpo.py: error:") and said in last and "Traceback" not in error, (arguments, error)
     assert (data / "out/metrics.jsonl").read_text() == "earlier" and (data / "afile").read_text() == "precious"
     assert os.listdir(data / "out") == ["metrics.jsonl"]
+    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)     # a hub that is not there: one line too
 
 
 def test_explain_prints_a_group_token_by_token(models, data, capsys):
