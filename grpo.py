@@ -434,7 +434,8 @@ def selective_log_softmax(logits, index):
     """
     _check(logits=(logits, "B T V"), index=(index, "int B T"))
     chosen = logits.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)                                   # (B, T)
-    return torch.stack([picked - row.logsumexp(-1) for picked, row in zip(chosen, logits)]) if len(logits) else chosen
+    logps = [picked - row.logsumexp(-1) for picked, row in zip(chosen, logits)]                          # B times (T,)
+    return torch.stack(logps) if logps else chosen                        # stack refuses an empty batch
 
 
 def entropy_from_logits(logits):
@@ -488,7 +489,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
         raise ValueError("prompt_mask: got a row whose last token is padding; allowed is left-padded prompts of 1 token or more")
     real = completion_mask != 0                                                                          # (B, T)
     mask = torch.cat([prompt_mask != 0, real], 1)                                                        # (B, L+T)
-    ids = torch.cat([prompt_ids, completion_ids], 1).masked_fill(~mask, 0)                               # (B, L+T)
+    ids = torch.cat([prompt_ids, completion_ids], 1).masked_fill(~mask, 0)        # (B, L+T); a padding id may be no word at all
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -823,7 +824,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=importance_sampling_level)  # (B, T | 1)
     if policy_loss == "clip":
-        low, high = 1 - epsilon_low, 1 + epsilon_high
+        low, high = 1 - epsilon_low, 1 + epsilon_high                     # what lies outside counts as clipped in the metrics
         loss = clipped_surrogate_loss(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
     elif policy_loss == "cispo":
         low, high = 0, epsilon_high
