@@ -864,8 +864,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record what the policy thought of each token.
 
     o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a token, so
-    that a sample depends on nothing but its own numbers. A prompt passes the model once; its KV cache serves its G
-    samples. There is no top_k or top_p: the log-probs are those of the full distribution, as the scorer's are.
+    that a sample depends on nothing but its own numbers. Samples of one prompt share their row of the KV cache until they
+    differ. There is no top_k or top_p: the log-probs are those of the full distribution, as the scorer's are.
 
     Args:
         model: a causal LM of transformers.
@@ -893,47 +893,54 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
     def next_logits(ids, mask):                                           # ids: the latest tokens of those in mask
         positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1):]} if takes_positions else {}
-        logits = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions).logits
-        return logits[:, -1].float() / temperature
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions).logits[:, -1].float()
 
     mask = (prompt_mask != 0).long()                                                                     # (P, L)
-    logits = next_logits(prompt_ids.masked_fill(mask == 0, 0), mask).repeat_interleave(num_generations, 0)   # (B, V)
-    mask = torch.nn.functional.pad(mask.repeat_interleave(num_generations, 0), (0, T), value=1)          # (B, L+T)
+    logits = next_logits(prompt_ids.masked_fill(mask == 0, 0), mask)                                     # (rows, V), rows = P
+    mask = torch.nn.functional.pad(mask, (0, T), value=1)                                                # (rows, L+T)
     completion_ids = torch.full((B, T), pad_token_id, device=device)
     logps, entropies = torch.zeros(2, B, T, device=device)
-    rows = torch.arange(B, device=device)                                 # those that the model still works on
     ended = torch.zeros(B, dtype=torch.bool, device=device)
+    live = torch.arange(B, device=device)                                 # the samples that go on
+    row = live // num_generations                                         # (live,), which of the model's rows each of them is
     static_cache = static_cache and all(type(layer) is DynamicLayer for layer in cache.layers)     # no sliding window
-    if static_cache:
-        cache, static_step = static_decoder(model, cache, rows // num_generations, mask, L)
-    else:
-        cache.batch_repeat_interleave(num_generations)
+    if static_cache:                                                      # a row for each sample: its shapes cannot change
+        logits, mask = logits[row], mask[row]
+        cache, static_step = static_decoder(model, cache, row, mask, L)
+        row = live
     for t in range(T):
-        logp = logits.log_softmax(1)                                                                     # (rows, V)
+        logp = (logits / temperature).log_softmax(1)                                                     # (rows, V)
         p = logp.exp()
         if uniforms is None:
-            token = logp.argmax(1)
+            token = logp.argmax(1)[row]                                                                  # (live,)
         else:
-            cdf = p.cumsum(1)
-            token = torch.searchsorted(cdf, uniforms[rows, t, None] * cdf[:, -1:], right=True).squeeze(1)
+            cdf = p.cumsum(1)[row]                                                                       # (live, V)
+            token = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True).squeeze(1)
             token = token.clamp(max=cdf.size(1) - 1)                      # u·Σp may round up to Σp itself
-        completion_ids[rows, t] = token
-        logps[rows, t] = logp.gather(1, token.unsqueeze(1)).squeeze(1)
-        entropies[rows, t] = torch.special.entr(p).sum(1)
-        ended = ended | torch.isin(token, eos)
+        completion_ids[live, t] = token
+        logps[live, t] = logp[row, token]
+        entropies[live, t] = torch.special.entr(p).sum(1)[row]
+        ended[live] |= torch.isin(token, eos)
         if t + 1 == T:
             break
-        if device.type == "cpu" or t % 16 == 15:                          # on a GPU, looking at the tokens halts the queue
-            live = (~ended).nonzero().squeeze(1)
-            if all_reduce(torch.tensor(len(live), device=device)) == 0:   # several processes keep step: fsdp needs that
+        if not static_cache or device.type == "cpu" or t % 16 == 15:      # on a GPU, looking at the tokens halts the queue
+            stay = (~ended[live]).nonzero().squeeze(1)
+            if all_reduce(torch.tensor(len(stay), device=device)) == 0:   # several processes keep step: fsdp needs that
                 break
-            if 0 < len(live) <= len(rows) / 2:                            # the ended rows leave once that pays for the copy
-                rows, token, mask, ended = rows[live], token[live], mask[live], ended[live]
-                if static_cache:
-                    cache, static_step = static_decoder(model, cache, live, mask, L + t)
-                else:
-                    cache.batch_select_indices(live)
-        logits = static_step(token) / temperature if static_cache else next_logits(token.unsqueeze(1), mask[:, : L + t + 1])
+            if 0 < len(stay) <= (len(live) / 2 if static_cache else len(live)):
+                live, row, token = live[stay], row[stay], token[stay]
+                if static_cache:                                          # built anew, so only for half the rows
+                    mask, row = mask[stay], torch.arange(len(stay), device=device)
+                    cache, static_step = static_decoder(model, cache, stay, mask, L + t)
+        if static_cache:
+            logits = static_step(token)
+        else:                                                             # samples that are still equal share a row
+            next_rows, row = torch.unique(row * logits.size(1) + token, return_inverse=True)
+            parent, token = next_rows // logits.size(1), next_rows % logits.size(1)
+            if not torch.equal(parent, torch.arange(len(mask), device=device)):
+                cache.batch_select_indices(parent)
+                mask = mask[parent]
+            logits = next_logits(token.unsqueeze(1), mask[:, : L + t + 1])
     real = completion_mask(completion_ids[:, : t + 1], eos)                                              # (B, T')
     return (completion_ids[:, : t + 1].masked_fill(real == 0, pad_token_id), real,
             logps[:, : t + 1].masked_fill(real == 0, 0), entropies[:, : t + 1].masked_fill(real == 0, 0))
@@ -1012,7 +1019,7 @@ def sample_rollout(policy, tokenizer, batch, config, step):
     ids, mask = encode_prompts(tokenizer, prompts, device)
     # Every process draws the whole batch's numbers from (seed, step) and takes its rows: N processes sample what one would.
     size = (config.generation_batch_size, config.max_completion_length)
-    uniforms = torch.from_numpy(numpy.random.default_rng([config.seed, step]).random(size, dtype=numpy.float32))
+    uniforms = torch.from_numpy(numpy.random.default_rng([config.seed, 4, step]).random(size, dtype=numpy.float32))
     eos = eos_token_ids(policy, tokenizer)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, real, logps, entropies = generate(
@@ -1315,13 +1322,22 @@ def compute_advantages(rewards_per_func, rollout, config, step_rewards=None):
     return advantages
 
 
+def microbatches(mask, chosen, config):
+    """The chosen rows in parts that pass the model one by one, those of like length together: so little of them is padding."""
+    rows = chosen.nonzero().squeeze(1)
+    rows = rows[mask[rows].sum(1).argsort(stable=True)]
+    return rows.split(config.per_device_train_batch_size) if len(rows) else ()
+
+
 def score(model, rollout, rows, config):
-    """Log-probs of some rows of the rollout, cut to the longest of them, (rows, T')."""
+    """Log-probs of some rows of the rollout, cut to the longest of them, (rows, T'). Equal rows pass the model once."""
     T = max(1, int(rollout.completion_mask[rows].sum(1).max()))
+    inputs = (rollout.prompt_ids[rows], rollout.prompt_mask[rows],
+              rollout.completion_ids[rows, :T], rollout.completion_mask[rows, :T])
+    distinct, which = torch.cat(inputs, 1).unique(dim=0, return_inverse=True)
     logps = model.per_token_logps if config.fsdp else functools.partial(per_token_logps, model)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-        return logps(rollout.prompt_ids[rows], rollout.prompt_mask[rows], rollout.completion_ids[rows, :T],
-                     rollout.completion_mask[rows, :T], temperature=config.temperature)[0]
+        return logps(*distinct.split([x.size(1) for x in inputs], 1), temperature=config.temperature)[0].index_select(0, which)
 
 
 @torch.no_grad()
@@ -1330,7 +1346,7 @@ def reference_logps(reference, rollout, config):
     if reference is None:
         return None
     logps = torch.zeros_like(rollout.sampling_logps)
-    for rows in torch.arange(len(logps), device=logps.device).split(config.per_device_train_batch_size):
+    for rows in microbatches(rollout.completion_mask, torch.ones_like(logps[:, 0]), config):
         part = score(reference, rollout, rows, config)
         logps[rows, : part.size(1)] = part
     return logps
@@ -1358,7 +1374,7 @@ def update_policy(policy, state, rollout, advantages, config):
     totals = dict.fromkeys(("loss", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0.0)
     learns = mask.any(1) if config.beta > 0 else (advantages != 0).any(1)                                # the others: gradient 0
     learns |= config.fsdp                                                 # its processes gather weights in step: no one skips
-    for part in learns.nonzero().squeeze(1).split(config.per_device_train_batch_size) if learns.any() else ():
+    for part in microbatches(mask, learns, config):
         logps = score(policy, rollout, part, config)                                                     # (part, T')
         cut = (part, slice(logps.size(1)))
         if is_first:
@@ -1557,7 +1573,7 @@ def shard(model):
 # (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=220, num_generations=16, generation_batch_size=256,
-            per_device_train_batch_size=64, max_completion_length=28, step_separator=",", ref_model_sync_steps=20,
+            per_device_train_batch_size=128, max_completion_length=28, step_separator=",", ref_model_sync_steps=20,
             reward_model_steps=200, reward_model_learning_rate=1e-3)
 
 
@@ -2065,7 +2081,11 @@ def run(given):
 def main(argv=None):
     given = vars(build_parser().parse_args(argv))
     try:
-        return run(given)
+        code = run(given)
+        if rank_and_world()[1] > 1:
+            torch.distributed.barrier()                                   # who leaves first would take the others down
+            torch.distributed.destroy_process_group()
+        return code
     except (ValueError, OSError, FloatingPointError) as error:
         print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

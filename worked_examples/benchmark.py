@@ -234,8 +234,7 @@ def compare_with_trl(job, count, rounds):
         def on_step_end(self, *args, **kwargs):
             self.times = [*getattr(self, "times", []), now()]
 
-    for _ in range(rounds):
-        ours, _, tokens, _ = steps(job, options, count, [grpo.accuracy_reward, grpo.think_format_reward])
+    def their_steps(**more):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             arguments = GRPOConfig(
                 output_dir=folder,
@@ -249,20 +248,25 @@ def compare_with_trl(job, count, rounds):
                 save_strategy="no",
                 use_cpu=DEVICE.type == "cpu",
                 bf16=False,
-                gradient_checkpointing=False,
                 beta=0.0,
                 top_k=0,
                 top_p=1.0,
                 disable_tqdm=True,
                 logging_steps=1000,
+                **more,
             )
             clock = Clock()
             GRPOTrainer(model=copy.deepcopy(model), reward_funcs=[accuracy, think_format], args=arguments, callbacks=[clock],
                         train_dataset=Dataset.from_list(problems[:2000]), processing_class=tokenizer).train()
-        theirs = [b - a for a, b in zip(clock.times, clock.times[1:])]
-        for name, value in (("a step here (s)", statistics.median(ours)), ("a step of TRL's (s)", statistics.median(theirs)),
-                            ("here / TRL", statistics.median(ours) / statistics.median(theirs))):
-            table.setdefault(name, []).append(value)
+        return [b - a for a, b in zip(clock.times, clock.times[1:])]
+
+    for _ in range(rounds):
+        ours, *_ = steps(job, options, count, [grpo.accuracy_reward, grpo.think_format_reward])
+        table.setdefault("a step here (s)", []).append(statistics.mean(ours))
+        for name, more in {"TRL as it comes": {}, "TRL, gradient_checkpointing off": {"gradient_checkpointing": False}}.items():
+            theirs = their_steps(**more)
+            table.setdefault(f"{name}, a step (s)", []).append(statistics.mean(theirs))
+            table.setdefault(f"here / {name}", []).append(statistics.mean(ours) / statistics.mean(theirs))
     show(table)
 
 
