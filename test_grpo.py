@@ -1811,6 +1811,18 @@ def test_equal_prefixes_pass_the_model_once_and_ended_samples_leave():
     assert distinct[0] == 3 < distinct[1] < live[1] and distinct[2] > distinct[1] and live[-1] < 24   # they part, and they leave
 
 
+@pytest.mark.parametrize("static_cache", [False, True])
+def test_a_process_whose_samples_have_ended_keeps_step_with_the_others(static_cache, monkeypatch):
+    model, calls = make_model("llama"), []
+    options = dict(max_completion_length=12, eos_token_ids=list(range(2, 20)), num_generations=2, uniforms=torch.rand(6, 12))
+    alone = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, **options, static_cache=static_cache)
+    monkeypatch.setattr(grpo.module, "all_reduce", lambda x: x + 1)                       # elsewhere, a sample always goes on
+    model.model.register_forward_pre_hook(lambda *a: calls.append(1))
+    kept = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, **options, static_cache=static_cache)
+    n = alone[0].size(1)
+    assert len(calls) == 12 > n + 2 and all(torch.equal(a, b[:, :n]) and not b[:, n:].any() for a, b in zip(alone, kept))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
 def test_a_static_cache_gives_the_same_samples(kind):
     model, (ids, mask) = make_model(kind), (torch.randint(2, 20, (3, 6)), torch.ones(3, 6).long())
@@ -2282,6 +2294,16 @@ def test_with_a_learned_reward_its_score_alone_counts_and_the_truth_ranks(models
     pairs, replay = json.loads((out / "checkpoint/run.json").read_text())["pairs"]
     assert pairs == [] and len(replay) > 0 and all(len(pair) == 2 for pair in replay)
     transformers.AutoModelForSequenceClassification.from_pretrained(out / "checkpoint/reward_model")
+
+
+def test_the_reward_model_scores_many_texts_as_it_scores_each():
+    judge = grpo.initial_state(make_model("llama"), grpo.tiny_tokenizer(), grpo.GRPOConfig(**OPTIONS, train_reward_model=True)).reward_model
+    prompts, completions = [f"{i}+{7 * i}=" for i in range(70)], [str(8 * i) * (1 + i % 5) for i in range(70)]
+    sizes = []
+    judge.model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    together = judge(prompts, completions)
+    assert sizes == [64, 6] and len({round(score, 4) for score in together}) > 60
+    assert together == pytest.approx([judge([p], [c])[0] for p, c in zip(prompts, completions)], abs=1e-5)
 
 
 def test_train_called_without_a_state_makes_the_reward_model_itself():

@@ -6,8 +6,8 @@
     python worked_examples/benchmark.py --imports       import grpo beside import torch
     python worked_examples/benchmark.py --model 0.5B    a random model of the shape of Qwen2 0.5B, for a GPU
 
-The floor of a step is what no GRPO trainer can do without: a bare loop of the model's forwards with a KV cache, and a bare
-forward and backward pass of the same rows.
+The floor of a step: a bare loop of the model's forwards with a KV cache, and a bare forward and backward pass of the same
+rows, each for itself. grpo.py can be below it, because equal prefixes and equal rows pass the model once.
 """
 
 import argparse
