@@ -934,7 +934,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                     cache, static_step = static_decoder(model, cache, stay, mask, L + t)
         if static_cache:
             logits = static_step(token)
-        else:                                                             # samples that are still equal share a row
+        else:                                                             # a row for each distinct (row, token)
             next_rows, row = torch.unique(row * logits.size(1) + token, return_inverse=True)
             parent, token = next_rows // logits.size(1), next_rows % logits.size(1)
             if not torch.equal(parent, torch.arange(len(mask), device=device)):
