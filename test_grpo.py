@@ -1,15 +1,19 @@
 """Tests of grpo.py, section by section.
 
-Each function of §1-§8 has a twin here in pure Python: numbers and lists, no tensors, no padding, so that it cannot share a
-masking bug. Beside the twin stand relations (shift, scale, split, pad), gradients, every worked number of the guides that
-students read, and exact enumeration where a claim is about an expectation. Hypothesis draws ragged batches whose padding is
-garbage, NaN and infinities included.
+Each function of §1-§8 has a twin here in pure Python: numbers and lists, no tensors, no padding, so that it cannot
+share a masking bug. Beside the twin stand relations (shift, scale, split, pad), gradients, every worked number of the
+guides that students read, and exact enumeration where a claim is about an expectation. Hypothesis draws ragged batches
+whose padding is garbage, NaN and infinities included. To run the same properties against your own file:
 
-To run the same properties against your own file, with the functions that it has:
+    GRPO_MODULE=my_grpo.py python -m pytest -q test_grpo.py
 
-    GRPO_MODULE=my_grpo.py python -m pytest test_grpo.py
+A function that is absent or still raises NotImplementedError is skipped by name, and so is an option that it lacks.
+What goes beyond the formula (NaN rewards, NaN in padding, exact zeros in float32, error messages) is marked `beyond`
+and left out for your file, unless GRPO_BEYOND=1 asks for it.
 """
 
+import ast
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -17,1638 +21,1177 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import io
 import itertools
 import json
-import logging
 import math
 import os
 import random
 import re
+import resource
 import runpy
+import shlex
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import time
+import tokenize
+import traceback
 import types
+import warnings
 from pathlib import Path
+
+if "GRPO_TEST_CUDA" not in os.environ:              # before torch is imported: these tests are about the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
-from hypothesis import Phase, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-settings.register_profile("grpo", deadline=None, max_examples=40, derandomize="CI" in os.environ)
+settings.register_profile("grpo", deadline=None, database=None, report_multiple_bugs=False,
+                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 40)), derandomize=True)
 settings.load_profile("grpo")
 torch.set_num_threads(1)
 nan, inf = math.nan, math.inf
 
 
 class ModuleUnderTest:
-    """The file named by GRPO_MODULE; a function that it lacks skips the test that asks for it."""
+    """The file named by GRPO_MODULE. What a student's file lacks or has not written yet skips the test that asks."""
 
-    def __init__(self, name):
+    def __init__(self, name, own=False):
         path = Path(name if name.endswith(".py") else name + ".py")
         path = path if path.is_absolute() or path.exists() else HERE / path
         spec = importlib.util.spec_from_file_location(path.stem, path)
         self.module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
+        self.own, self.strict = own, own or "GRPO_BEYOND" in os.environ
 
     def __getattr__(self, name):
-        if name.startswith("_") or name.startswith("pytest"):                                 # what pytest asks of every object
+        if name.startswith("_") or name.startswith("pytest"):           # what pytest asks of every object
             raise AttributeError(name)
-        if not hasattr(self.module, name):
+        if not self.own and not hasattr(self.module, name):
             pytest.skip(f"{self.module.__name__} has no {name}")
-        return getattr(self.module, name)
+        value = getattr(self.module, name)
+        return value if self.own or not inspect.isfunction(value) else self.lenient(name, value)
+
+    def lenient(self, name, function):
+        parameters = inspect.signature(function).parameters.values()
+
+        def call(*args, **options):
+            lacks = set(options) - {p.name for p in parameters}
+            if lacks and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                pytest.skip(f"{self.module.__name__}.{name} has no argument {', '.join(sorted(lacks))}")
+            try:
+                return function(*args, **options)
+            except NotImplementedError as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                if "raise NotImplementedError" not in last.line:        # torch's own, for a wrong dtype
+                    raise
+                pytest.skip(f"{self.module.__name__}.{last.name} is not written yet")
+
+        return call
 
 
-grpo = ModuleUnderTest(os.environ.get("GRPO_MODULE", "grpo"))
 OWN = "GRPO_MODULE" not in os.environ
+grpo = ModuleUnderTest(os.environ.get("GRPO_MODULE", "grpo"), own=OWN)
 own_only = pytest.mark.skipif(not OWN, reason="about grpo.py itself, not its equations")
+beyond = pytest.mark.skipif(not grpo.strict, reason="beyond the formula: GRPO_BEYOND=1 asks for it")
+
+
+def more(*values):
+    """A row of a table that is beyond the formula."""
+    return pytest.param(*values, marks=beyond)
+
+
+def options(*rows):
+    """Parametrize a test by keyword arguments, none at all first."""
+    return pytest.mark.parametrize("options", [{}, *rows], ids=str)
 
 
 def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
+    return torch.as_tensor(x, dtype=torch.float64)
 
 
-def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(
-        actual, expected if isinstance(expected, torch.Tensor) else f64(expected), atol=tolerance, rtol=1e-10, check_dtype=False
-    )
+def gradient(x, wrt):
+    return torch.autograd.grad(x.sum(), wrt, retain_graph=True)[0]
 
 
-@dataclasses.dataclass
+def shown(x):
+    x = x.tolist() if isinstance(x, torch.Tensor) else x
+    if isinstance(x, (list, tuple)):
+        return "[" + ", ".join(map(shown, x)) + "]"
+    return f"{x:.8g}" if isinstance(x, float) else repr(x)
+
+
+def expect(got, want, equation, tolerance=1e-9, **inputs):
+    """Compare with the value that is right. The message: the equation, the input, what was expected, what came."""
+    __tracebackhide__ = True
+    want = f64(want).detach()
+    if isinstance(got, torch.Tensor) and got.shape == want.shape:
+        if torch.allclose(got.detach().double(), want, atol=tolerance, rtol=1e-9, equal_nan=True):
+            return
+    came_in = "".join(f"\n    input     {name} = {shown(value)}" for name, value in inputs.items())
+    raise AssertionError(f"{equation}{came_in}\n    expected  {shown(want)}\n    got       {shown(got)}")
+
+
+def map_rows(function, *ragged):
+    return [[function(*values) for values in zip(*rows)] for rows in zip(*ragged)]
+
+
 class Batch:
-    """A ragged batch: lists without padding for the twins, and tensors whose padding is garbage for the functions."""
+    """A ragged batch: rows without padding for the twins, and tensors padded with junk for the functions.
 
-    mask: torch.Tensor
-    lists: dict
-    tensors: dict
-    lengths: list
+    The values lie on a grid: ties and zeros are frequent, and a twin's threshold is exact.
+    """
+
+    def __init__(self, lengths, G, seed=0, junk=(-100.0, 0.0, 3.0), mask_dtype=torch.float64):
+        rng, self.lengths, self.G, self.junk, self.T = random.Random(seed), lengths, G, junk, max([1, *lengths])
+        logps = [[-rng.randint(8, 48) / 8 for _ in range(n)] for n in lengths]
+        self.rows = {name: map_rows(lambda x: x + rng.randint(-8, 8) / 8, logps) for name in ("old", "ref", "sampled")}
+        for name in ("entropies", "rewards", "values", "A of tokens"):
+            self.rows[name] = map_rows(lambda x: rng.randint(0 if name == "entropies" else -8, 8) / 4, logps)
+        self.A = [rng.randint(-8, 8) / 4 for _ in lengths]
+        self.rows |= {"logps": logps, "ratio": map_rows(lambda p, q: math.exp(p - q), logps, self.rows["old"]),
+                      "A": [[a] * n for a, n in zip(self.A, lengths)]}
+        self.mask = self.pad([[1.0] * n for n in lengths]).to(mask_dtype)
+
+    def __repr__(self):
+        return f"Batch({self.rows}, G={self.G}, junk={self.junk}, mask={self.mask.dtype})"
 
     def __getitem__(self, name):
-        return self.tensors[name]
+        return f64(self.A) if name == "A" else self.mask if name == "mask" else self.pad(self.rows[name], *self.junk)
 
-    def rows(self, name):
-        return self.lists[name]
+    def of(self, *names):
+        return {name: self.rows[name] for name in names}
 
-    def spread(self, rows, fill=0.0):
-        """Rows of a twin's result back in a (B, T) tensor, padded with fill."""
-        return f64([row + [fill] * (self.mask.size(1) - len(row)) for row in rows])
+    def pad(self, rows, *fill):
+        fill = fill or (0.0,)
+        return f64([row + [fill[(i + t) % len(fill)] for t in range(len(row), self.T)] for i, row in enumerate(rows)])
 
-
-logs = st.floats(-6, 0)
-garbage = st.sampled_from([nan, inf, -inf, 1e30, -1e30, -100.0, 0.0])
+    def real(self, x):
+        return torch.where(self.mask != 0, x, 0)
 
 
 @st.composite
-def batches(draw, min_length=0, groups=st.integers(1, 3)):
-    """P prompts of G answers, of 0 to 5 tokens each, with log-probs near each other and per-token or per-row advantages."""
+def batches(draw, groups=st.integers(1, 3), min_length=0):
+    """P prompts of G answers, of up to 5 tokens each. For grpo.py itself: empty rows, any mask, any padding as well."""
     G = draw(st.integers(2, 4))
-    B, T = G * draw(groups), draw(st.integers(1, 5))
-    lengths = [draw(st.integers(min(min_length, T), T)) for _ in range(B)]
-    real = f64([[1.0] * n + [0.0] * (T - n) for n in lengths])
-    mask = real.to(draw(st.sampled_from([torch.bool, torch.int64, torch.float64])))
-    base = [[draw(logs) for _ in range(n)] for n in lengths]
-    near = lambda row: [x + draw(st.floats(-1, 1)) for x in row]
-    lists = {"logps": base, "old": [near(r) for r in base], "ref": [near(r) for r in base], "sampled": [near(r) for r in base],
-             "entropies": [[draw(st.floats(0, 3)) for _ in r] for r in base], "tokens": [[draw(st.floats(-2, 2)) for _ in r] for r in base],
-             "values": [[draw(st.floats(-2, 2)) for _ in r] for r in base]}
-    tensors = {name: f64([row + [draw(garbage) for _ in range(T - len(row))] for row in rows]) for name, rows in lists.items()}
-    advantages = [draw(st.floats(-2, 2)) for _ in range(B)]
-    lists["A"], lists["G"] = advantages, G
-    tensors["A"] = f64(advantages)
-    return Batch(mask, lists, tensors, lengths)
+    B = G * draw(groups)
+    lengths = draw(st.lists(st.integers(min_length if grpo.strict else 1, 5), min_size=B, max_size=B))
+    junk = [nan, inf, -inf, 1e30, -1e30, -100.0, 0.0] if grpo.strict else [-100.0, 3.0, 0.0]
+    masks = [torch.bool, torch.int64, torch.uint8, torch.float32] if grpo.strict else [torch.float64]
+    return Batch(lengths, G, draw(st.integers(0, 10**6)), draw(st.permutations(junk)), draw(st.sampled_from(masks)))
 
 
-def requires_grad(batch, *names):
-    for name in names:
-        batch.tensors[name] = batch[name].clone().requires_grad_()
-    return [batch[name] for name in names]
+def for_batches(test):
+    return given(batches())(example(Batch([3, 1, 2, 2], 2, seed=3))(test))
 
 
-def assert_clean_gradient(x, mask):
-    assert x.grad.isfinite().all() and not x.grad[mask == 0].any()
+def tokenwise(twin):
+    return lambda *rows, **options: [twin(*values, **options) for values in zip(*rows)]
+
+
+def by_rows(name, inputs, twin, equation, *choices, pick=None, slope=True):
+    """Make the test of a function whose rows stand alone: its value is the twin's, its gradient the twin's slope.
+
+    The twin takes and returns lists; its slope in the first input that is not A is taken by differences.
+    """
+    @pytest.mark.parametrize("options", choices or [{}], ids=str)
+    @for_batches
+    def test(options, batch):
+        names, function, masked = inputs.split(), getattr(grpo, name), "mask" in inputs
+        x, rows = names[names[0] == "A"], batch.of(*[n for n in names if n != "mask"])
+        values = {n: batch[n] if masked or n == "A" else batch.pad(rows[n]) for n in names}
+        values[x].requires_grad_()
+        got = function(*values.values(), **options)
+        got = got if pick is None else got[pick]
+        of_row = lambda i, **moved: twin(*(moved.get(n, rows[n][i]) for n in rows), **options)
+        want = batch.pad([of_row(i) for i in range(len(batch.lengths))])
+        expect(batch.real(got), want, equation, **rows, **options)
+        nudge = lambda i, t, h: math.fsum(of_row(i, **{x: [y + h * (k == t) for k, y in enumerate(rows[x][i])]}))
+        slope_at = lambda i, t: (nudge(i, t, 1e-5) - nudge(i, t, -1e-5)) / 2e-5
+        if slope:
+            want = batch.pad([[slope_at(i, t) for t in range(n)] for i, n in enumerate(batch.lengths)])
+            expect(gradient(batch.real(got), values[x]), want, f"the slope of {equation}", 1e-6, **rows, **options)
+        assert slope or not got.requires_grad, "a constant: detach it"
+        if grpo.strict and masked and got.shape == batch.mask.shape:
+            assert (got[batch.mask == 0] == (name == "importance_ratio")).all(), "padding is 0, a ratio there 1"
+        if grpo.strict and not masked and "A" not in names:             # element by element: any shape
+            for shape in (lambda y: y[:1].flatten(), lambda y: y[0, 0], lambda y: y[None, :, :0]):
+                expect(function(*map(shape, values.values()), **options), shape(got), f"{equation}, in any shape")
+
+    return test
 
 
 # §1 Rewards ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "answer, solution, reward",
-    [
-        ("42", "42", 1.0),
-        ("1,000", "1000", 1.0),
-        ("1000.0", "1,000", 1.0),
-        ("-7", "-7", 1.0),
-        ("-7", "7", 0.0),
-        ("1/2", "0.5", 1.0),
-        ("2,000/4,000", "0.5", 1.0),
-        (" 42\n", "42", 1.0),
-        ("0.3333", "1/3", 0.0),
-        ("0.1", "0.10000000000000000001", 0.0),
-        ("+3", "3", 1.0),
-        (".5", "1/2", 1.0),
-        ("43", "42", 0.0),
-        ("", "42", 0.0),
-        ("1/0", "1", 0.0),
-        ("12,34", "1234", 0.0),
-        ("The answer is 42.", "42", 1.0),
-        (r"\boxed{42}", "42", 1.0),
-        (r"\boxed{1,000}", "1000", 1.0),
-        (r"$\frac{1}{2}$", "0.5", 1.0),
-        (r"\boxed{\frac{2}{4}}", r"\frac12", 1.0),
-        (r"$x+1$", "$1+x$", 1.0),
-        (r"$2\sqrt{3}$", r"2\sqrt{3}", 1.0),
-        (r"$\sqrt{3}$", r"2\sqrt{3}", 0.0),
-        ("<think>41</think>42", "42", 1.0),
-        ("<think>42</think>41", "42", 0.0),
-        ("a</think>1</think>2", "2", 1.0),
-        ("42", "no number at all", None),
-        ("42", "", None),
-        ("9" * 5000, "42", 0.0),
-        ("5", 5, 1.0),
-        ("1,000/2", "500", 1.0),
-        (r"$\frac12$", r"\[\frac12\]", 1.0),
-        (r"$\frac12$", r"\(\frac12\)", 1.0),
-    ],
-)
-def test_accuracy(answer, solution, reward):
-    assert grpo.accuracy_reward([answer], [solution]) == [reward]
-    assert grpo.accuracy_reward(completions=[[{"role": "assistant", "content": answer}]], solution=[solution], prompts=["?"]) == [reward]
+@pytest.mark.parametrize("reward, pairs", [
+    (1.0, [("42", "42"), ("<think>41</think>42", "42")]), (0.0, [("43", "42"), ("<think>42</think>41", "42")]),
+    more(1.0, [("1,000", "1000"), ("1000.0", "1,000"), ("-7", "-7"), ("1/2", "0.5"), ("+3", "3"), ("1,000/2", "500"),
+               (" 42\n", "42"), ("42", " 42\n"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
+               ("The answer is 42.", "42"), (r"\boxed{42}", "42"), (r"\boxed{1,000}", "1000"), (r"$\frac12$", "0.5"),
+               (r"\boxed{\frac{2}{4}}", r"\frac12"), ("$x+1$", "$1+x$"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), ("B", "B"),
+               (r"$\frac12$", r"\[\frac12\]"), (r"$\frac12$", r"\(\frac12\)"), ("a</think>1</think>2", "2"),
+               ("yes", "yes"), ("Paris", "Paris"), (r"\boxed{Paris}", "Paris"), (r"\boxed{B}", "B")]),
+    more(0.0, [("-7", "7"), ("0.3333", "1/3"), ("0.1", "0.10000000000000000001"), ("", "42"), ("1/0", "1"), (".", "0"),
+               ("12,34", "1234"), ("1234,567", "1234567"), (r"$\sqrt{3}$", r"2\sqrt{3}"), ("9" * 5000, "42"),
+               ("C", "B"), ("forty-two", "42"), (r"\boxed{Lyon}", "Paris"), ("Lyon", "Paris"), ("no", "yes"),
+               ("42", "no number")]),
+    more(None, [("42", ""), ("42", " "), ("", "")])])
+def test_accuracy(reward, pairs):
+    answers, solutions = zip(*pairs)
+    assert grpo.accuracy_reward(list(answers), list(solutions)) == [reward] * len(pairs)
+    if grpo.strict:
+        chats = [[{"role": "user", "content": "42"}, {"role": "assistant", "content": answer}] for answer in answers]
+        assert grpo.accuracy_reward(completions=chats, solution=solutions, prompts=chats) == [reward] * len(pairs)
 
 
-def test_accuracy_rows_and_hostile_text():
-    assert grpo.accuracy_reward(["1", "2", "3"], ["1", "3", "x y"]) == [1.0, 0.0, None]
-    hostile = [
-        "1" * 100_000,
-        "$" + "{" * 100_000,
-        "(" * 100_000,
-        "1 " * 50_000,
-        "\\boxed{" * 15_000,
-        "</think>" * 12_000,
-        "1,234" * 20_000,
-        "<think>" * 14_000,
-        " " * 100_000 + "x",
-        "\n" * 100_000 + "x",
-    ]
-    assert grpo.accuracy_reward(hostile, ["7"] * len(hostile)) == [0.0] * len(hostile)
-    with pytest.raises(ValueError, match="^solution: got 1 for 2 completions; allowed is"):
-        grpo.accuracy_reward(["1", "2"], ["1"])
-
-
-def test_rewards_read_the_last_message():
-    chat = [
-        [
-            {"role": "assistant", "content": "<think>a</think>41"},
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "42"},
-        ]
-    ]
-    assert grpo.accuracy_reward(chat, ["42"]) == [1.0] and grpo.think_format_reward(chat) == [0.0]
-
-
-def test_accuracy_has_a_time_limit_and_works_in_a_thread(monkeypatch):
+@own_only
+def test_accuracy_is_bounded_and_works_in_a_thread(monkeypatch):
     import math_verify
-    latex, limits = ([r"$\frac{2}{4}$"], [r"\frac12"]), []
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # math-verify's clock works in the main thread alone
-        assert pool.submit(grpo.accuracy_reward, *latex).result() == [1.0]
-    parse, verify = math_verify.parse, math_verify.verify
-    monkeypatch.setattr(
-        math_verify,
-        "parse",
-        lambda *a, parsing_timeout=None, **k: limits.append(parsing_timeout) or parse(*a, parsing_timeout=parsing_timeout, **k),
-    )
-    monkeypatch.setattr(
-        math_verify,
-        "verify",
-        lambda *a, timeout_seconds=None, **k: limits.append(timeout_seconds) or verify(*a, timeout_seconds=timeout_seconds, **k),
-    )
-    assert grpo.accuracy_reward(*latex) == [1.0] and len(limits) == 3 and all(limits)
+    with concurrent.futures.ThreadPoolExecutor() as pool:               # math-verify's clock needs the main thread
+        assert pool.submit(grpo.accuracy_reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
+    seen = []
+
+    def watched(original):
+        return lambda *args, **limit: seen.append((len(str(args[0])), *limit.values())) or original(*args, **limit)
+
+    for name in ("parse", "verify"):
+        monkeypatch.setattr(math_verify, name, watched(getattr(math_verify, name)))
+    for solution in ("7", "-1,000", "1/2"):         # without a digit, an answer needs no parser
+        answers = ["I do not know", "", r"\frac{a}{b}", "<think>7</think>x", solution]
+        assert grpo.accuracy_reward(answers, [solution] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0] and not seen
+    hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 15_000, "1,234" * 20_000,
+               "</think>" * 12_000, "<think>" * 14_000, " " * 100_000 + "x", "1/" * 50_000, "." * 100_000]
+    assert grpo.accuracy_reward(hostile, ["7"] * len(hostile)) == [0.0] * len(hostile)
+    assert grpo.accuracy_reward(["x" * 10_000 + r"$\frac{2}{4}$"], [r"\frac12"]) == [1.0]
+    assert len(seen) >= 6 and all(length <= 1000 and 0 < seconds <= 5 for length, seconds in seen)
 
 
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        ("<think>a</think>b", 1.0),
-        ("<think></think>b", 1.0),
-        ("<think>\na\n</think>\n\nb\n", 1.0),
-        (" <think>a</think>b", 0.0),
-        ("<think>a</think>", 0.0),
-        ("<think>a</think> \n", 0.0),
-        ("x<think>a</think>b", 0.0),
-        ("<think>a<think>b</think>c", 0.0),
-        ("<think>a</think>b</think>c", 0.0),
-        ("a</think>b", 0.0),
-        ("<think>a", 0.0),
-        ("", 0.0),
-        ("</think><think>a", 0.0),
-        ("<think>a</think>b<think>", 0.0),
-        ("<Think>a</Think>b", 0.0),
-    ],
-)
-def test_think_format(text, reward):
-    assert grpo.think_format_reward([text]) == [reward]
-    assert grpo.think_format_reward(completions=[[{"role": "assistant", "content": text}]], solution=["1"]) == [reward]
-
-
-def test_think_format_on_hostile_text():
-    texts = [
-        "<think>" * 14_000,
-        "<think>" + "a" * 100_000,
-        "<think>" + "<" * 100_000 + "</think>",
-        "</think>" * 12_000,
-        "<think></think>" + " " * 100_000,
-    ]
-    assert grpo.think_format_reward(texts) == [0.0] * 5
+@pytest.mark.parametrize("reward, texts", [
+    (1.0, ["<think>a</think>b", "<think>\na\n</think>\n\nb\n"]), more(1.0, ["<think></think>b"]),
+    (0.0, ["x<think>a</think>b", "a</think>b", "<think>a", ""]),
+    more(0.0, [" <think>a</think>b", "<think>a</think>", "<think>a</think> \n", "<think>a<think>b</think>c",
+               "<think>a</think>b</think>c", "</think><think>a", "<think>a</think>b<think>", "<Think>a</Think>b",
+               "<think>" * 10**4, "<think>" + "<" * 10**5 + "</think>", "</think>" * 10**4,
+               "<think></think>" + " " * 10**5])])
+def test_think_format(reward, texts):
+    assert grpo.think_format_reward(texts) == [reward] * len(texts)
+    if grpo.strict:
+        chats = [[{"role": "assistant", "content": "x"}, {"role": "assistant", "content": text}] for text in texts]
+        assert grpo.think_format_reward(completions=chats, solution=["1"]) == [reward] * len(texts)
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.lists(st.integers(0, 40), min_size=1, max_size=5))
-@example(1280, 256, [1024, 1025, 1152, 1279, 1280, 1281])
+@example(1280, 256, [1024, 1025, 1152, 1279, 1280, 1281, 5000])
 def test_soft_overlong(L, c, lengths):
-    c = min(c, L)
-    f = grpo.get_soft_overlong_punishment(L, c)
-    rewards = f(completion_ids=[[7] * n for n in lengths], prompts=None)
-    for n, reward in zip(lengths, rewards):
-        assert reward == pytest.approx(0.0 if n <= L - c else max(-1.0, -(n - (L - c)) / c) if c else -1.0, abs=1e-12)
+    c = max(min(c, L), 0 if grpo.strict else 1)
+    rewards = grpo.get_soft_overlong_punishment(L, c)(completion_ids=[[7] * n for n in lengths], prompts=None)
+    want = [0.0 if n <= L - c else -1.0 if n > L else (L - c - n) / c for n in lengths]
+    expect(f64(rewards), want, "r = 0 up to L - c, then (L - c - n)/c, -1 beyond L (DAPO eq. 13)", L=L, c=c, n=lengths)
 
 
-def test_soft_overlong_worked_numbers():
-    f = grpo.get_soft_overlong_punishment(1280, 256)
-    assert f(completion_ids=[[0] * n for n in (1024, 1152, 1280, 5000)]) == [0.0, -0.5, -1.0, -1.0]
-    assert grpo.get_soft_overlong_punishment(4, 0)(completion_ids=[[0] * 4, [0] * 5]) == [0.0, -1.0]
-
-
-@given(
-    st.integers(1, 4).flatmap(
-        lambda F: st.tuples(
-            st.lists(st.lists(st.one_of(st.floats(-5, 5), st.just(nan)), min_size=F, max_size=F), min_size=1, max_size=5),
-            st.lists(st.floats(-2, 2), min_size=F, max_size=F),
-        )
-    )
-)
-@example(([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]], [0.7, 0.3]))
-def test_combine_rewards(case):
-    rewards, weights = case
-    for w in (weights, None):
-        want = [
-            math.fsum(r * (1 if w is None else w[f]) for f, r in enumerate(row) if r == r) if any(r == r for r in row) else nan
-            for row in rewards
-        ]
-        got = grpo.combine_rewards(f64(rewards), None if w is None else f64(w))
-        torch.testing.assert_close(got, f64(want), equal_nan=True)
-        torch.testing.assert_close(grpo.combine_rewards(f64(rewards), w), got, equal_nan=True)   # a list will do
+@given(st.integers(1, 3).flatmap(lambda F: st.lists(st.lists(st.floats(-5, 5), min_size=F, max_size=F), min_size=1)))
+@example([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]])
+def test_combine_rewards(rewards):
+    weights = [0.7, 0.3, -2.0][: len(rewards[0])]
+    want = [math.fsum(w * r for w, r in zip(weights, row)) for row in rewards]
+    expect(grpo.combine_rewards(f64(rewards), f64(weights)), want, "r = Σ w·r_f", rewards=rewards, weights=weights)
+    expect(grpo.combine_rewards(f64(rewards)), list(map(math.fsum, rewards)), "r = Σ r_f", rewards=rewards)
+    if grpo.strict:
+        rewards, equation = f64([[1.0, nan], [nan, nan], [nan, 3.0]]), "r = Σ w·r_f over those that are not NaN"
+        expect(grpo.combine_rewards(rewards, [2.0, 0.5]), [2.0, nan, 1.5], equation)
+        expect(grpo.combine_rewards(rewards), [1.0, nan, 3.0], equation)
 
 
 # §2 Group statistics and advantages ----------------------------------------------------------------------------------
 
-rewards_or_nan = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0]), st.just(nan))
+ADVANTAGE = "A = (r - mean) / (std + eps), std with n - 1, eps = 1e-4 outside the root (DeepSeekMath §4.1.2)"
 
 
 def groups_of(values, G):
     return [values[i : i + G] for i in range(0, len(values), G)]
 
 
-def known(values):
-    return [v for v in values if v == v]
+def statistics_of(values, correction=1):
+    """The mean and the std of the values that are not NaN."""
+    values = [v for v in values if v == v]
+    mean, n = statistics.fmean(values) if values else nan, len(values) - correction
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / n) if values and n > 0 else nan
 
 
-def std_of(values, correction):
-    values = known(values)
-    if len(values) <= correction:
-        return nan
-    return math.sqrt(math.fsum((v - statistics.fmean(values)) ** 2 for v in values) / (len(values) - correction))
-
-
-def twin_group_advantages(rewards, G, scale, correction, eps):
+def twin_advantages(rewards, G, scale_rewards="group", correction=1, eps=1e-4):
     out = []
     for group in groups_of(rewards, G):
-        mean = statistics.fmean(known(group)) if known(group) else 0.0
-        std = {"group": std_of(group, correction), "batch": std_of(rewards, correction), "none": None}[scale]
-        equal = len(set(known(group))) <= 1
-        out += [0.0 if r != r or equal or r == mean else (r - mean) / (1 if std is None else std + eps) for r in group]
+        mean, std = statistics_of(group, correction)
+        std = statistics_of(rewards, correction)[1] if scale_rewards == "batch" else std
+        scale = 1.0 if scale_rewards == "none" else std + eps
+        silent = len({r for r in group if r == r}) <= 1
+        out += [0.0 if r != r or silent else (r - mean) / scale for r in group]
     return out
 
 
 @st.composite
-def grouped(draw, elements=rewards_or_nan):
-    G = draw(st.integers(2, 5))
-    return (
-        draw(
-            st.lists(elements, min_size=G, max_size=G).flatmap(
-                lambda g: st.lists(st.lists(elements, min_size=G, max_size=G), min_size=0, max_size=2).map(
-                    lambda rest: sum(rest, g)
-                )
-            )
-        ),
-        G,
-    )
+def grouped(draw):
+    """Rewards of one to three groups, and G; for grpo.py itself some of them are NaN."""
+    G, rewards = draw(st.integers(2, 5)), st.floats(-10, 10) | st.sampled_from([0.0, 1.0])
+    n = G * draw(st.integers(1, 3))
+    return draw(st.lists(rewards | st.just(nan) if grpo.strict else rewards, min_size=n, max_size=n)), G
 
 
-@given(grouped(), st.sampled_from([0, 1]))
-@example(([8.5, 6.2, 4.1], 3), 0)
-@example(([1.0, 0.0, 0.5], 3), 1)
-@example(([nan, nan], 2), 1)
-def test_group_stats(case, correction):
-    rewards, G = case
-    mean, std = grpo.group_stats(f64(rewards), G, correction=correction)
-    want = [statistics.fmean(known(g)) if known(g) else nan for g in groups_of(rewards, G)]
-    torch.testing.assert_close(mean, f64(want), atol=1e-12, rtol=1e-12, equal_nan=True)
-    torch.testing.assert_close(
-        std,
-        f64([std_of(g, correction) if known(g) else nan for g in groups_of(rewards, G)]),
-        atol=1e-7,
-        rtol=1e-9,
-        equal_nan=True,
-    )
+def for_groups(test):
+    return given(grouped())(example(([1.0, 0.0, 0.5, 3.0, 2.5, 2.0], 3))(example(([1.0, 0.0, 1.0, 1.0], 2))(test)))
 
 
-@given(grouped(), st.sampled_from(["group", "batch", "none"]), st.sampled_from([0, 1]), st.sampled_from([1e-4, 1e-6, 1.0]))
-@example(([1.0, 0.0, nan, nan], 2), "group", 1, 1e-4)
-def test_group_advantages(case, scale, correction, eps):
-    rewards, G = case
-    got = grpo.group_advantages(f64(rewards), G, scale_rewards=scale, correction=correction, eps=eps)
-    if all(len(set(g)) == len(g) or len(set(g)) == 1 for g in map(known, groups_of(rewards, G))) or eps == 1.0:
-        close(got, twin_group_advantages(rewards, G, scale, correction, eps), 1e-7)
-    assert not got[f64(rewards).isnan()].any() and got.isfinite().all()
+@options(dict(correction=0))
+@for_groups
+def test_group_stats(options, case):
+    got = torch.stack(grpo.group_stats(f64(case[0]), case[1], **options), 1)
+    want = [statistics_of(group, **options) for group in groups_of(*case)]
+    expect(got, want, "mean and std = √(Σ (r - mean)² / (n - correction))", 1e-7, rewards=case[0], G=case[1], **options)
 
 
-@pytest.mark.parametrize("rewards, options, expected", [
-    ([8.5, 6.2, 4.1], dict(correction=0, eps=0.0), [1.2429, -0.0371, -1.2058]),               # the guide's 1.24, -0.04, -1.21
-    ([8.5, 6.2, 4.1], {}, [1.01476, -0.03029, -0.98446]),                                     # TRL's
-    ([1.0, 0.0, 0.5], dict(correction=0, eps=0.0), [1.2247, -1.2247, 0.0]),                   # the notes' 1.225
-    ([1.0, 0.0, 0.5], dict(correction=1, eps=0.0), [1.0, -1.0, 0.0]),                         # with the 1/(B-1) they write
-    ([1.0, 0.0, 0.5], {}, [0.9998, -0.9998, 0.0]),                                            # TRL's
-    ([1.0, 0.0, 0.5], dict(scale_rewards="none"), [0.5, -0.5, 0.0])])                         # r - mean: Dr. GRPO's
-def test_worked_advantages(rewards, options, expected):
-    close(grpo.group_advantages(f64(rewards), 3, **options), expected, 5e-5)
+@options(dict(correction=0), dict(scale_rewards="none"), dict(scale_rewards="batch"), dict(eps=0.5),
+         dict(scale_rewards="batch", correction=0, eps=1e-6))
+@for_groups
+def test_group_advantages(options, case):
+    got, want = grpo.group_advantages(f64(case[0]), case[1], **options), twin_advantages(*case, **options)
+    expect(got, want, ADVANTAGE, 1e-7, rewards=case[0], num_generations=case[1], **options)
 
 
-def test_groups_of_one():
-    mean, std = grpo.group_stats(f64([0.25, 3.0]), 1, correction=0)
-    close(mean, [0.25, 3.0])
-    close(std, [0.0, 0.0])
-    close(grpo.group_advantages(f64([0.25, 3.0]), 1, correction=0), [0.0, 0.0])
+@pytest.mark.parametrize("rewards, options, want", [
+    ([8.5, 6.2, 4.1], dict(correction=0, eps=0.0), [1.2429, -0.0371, -1.2058]),   # the guide's 1.24, -0.04, -1.21
+    ([8.5, 6.2, 4.1], {}, [1.01476, -0.03029, -0.98446]),                         # TRL's
+    ([1.0, 0.0, 0.5], dict(correction=0, eps=0.0), [1.2247, -1.2247, 0.0]),       # the notes' 1.225
+    ([1.0, 0.0, 0.5], dict(eps=0.0), [1.0, -1.0, 0.0]),                           # with the 1/(B-1) that they write
+    ([1.0, 0.0, 0.5], {}, [0.9998, -0.9998, 0.0]),                                # TRL's
+    ([1.0, 0.0, 0.5], dict(scale_rewards="none"), [0.5, -0.5, 0.0]),              # r - mean: Dr. GRPO's
+    ([1.0, 0.0, 0.0], dict(eps=0.0), [1.1547, -0.57735, -0.57735]),               # √((G-1)(G-k)/(G·k)) = √(4/3)
+    ([0.25], dict(correction=0), [0.0])])                                         # a group of one
+def test_worked_advantages(rewards, options, want):
+    got = grpo.group_advantages(f64(rewards), len(rewards), **options)
+    expect(got, want, ADVANTAGE, 5e-5, rewards=rewards, **options)
 
 
-def test_worked_statistics():
-    r = f64([8.5, 6.2, 4.1])
-    mean, std = grpo.group_stats(r, 3, correction=0)
-    close(mean, [6.2667], 5e-5)
-    close((r - mean).square(), [4.988, 0.0044, 4.694], 5e-4)
-    close(std, [1.7969], 5e-5)
-    close(std.square(), [3.2289], 5e-5)
-    notes = f64([1.0, 0.0, 0.5])
-    close(grpo.group_stats(notes, 3, correction=0)[1], [math.sqrt(1 / 6)])                    # 0.408
-    close(grpo.group_stats(notes, 3, correction=1)[1], [0.5])
-
-
+@beyond
 @pytest.mark.parametrize("G", range(2, 17))
 def test_equal_rewards_give_exactly_zero_in_float32(G):
     for value in (0.1, 0.7, 1.0, 1e-3, 1e8, -3.3, 1 / 3):
         rewards = torch.full((2 * G,), value)
         rewards[G:] = value / 3
-        for options in (
-            {},
-            dict(eps=1e-8),
-            dict(eps=0.0),
-            dict(scale_rewards="none"),
-            dict(scale_rewards="batch", eps=0.0),
-            dict(correction=0),
-        ):
-            A = grpo.group_advantages(rewards, G, **options)
-            assert A.dtype == torch.float32 and torch.equal(A, torch.zeros(2 * G)), (value, options)
-        assert not grpo.leave_one_out_advantages(rewards, G).any() and not grpo.group_stats(rewards, G)[1].any()
-        assert torch.equal(grpo.group_stats(rewards, G)[0], rewards[::G])
-        steps = rewards[:, None].repeat(1, 3)
-        assert not grpo.process_advantages(steps, torch.tensor([[0, 1, 2]] * 2 * G), torch.ones(2 * G, 3), G, eps=0.0).any()
+        for options in ({}, dict(eps=1e-8), dict(eps=0.0), dict(scale_rewards="none"), dict(correction=0),
+                        dict(scale_rewards="batch", eps=0.0)):
+            assert torch.equal(grpo.group_advantages(rewards, G, **options), torch.zeros(2 * G)), (value, options)
+        assert not grpo.leave_one_out_advantages(rewards, G).any()
+        assert torch.equal(torch.stack(grpo.group_stats(rewards, G)), torch.stack([rewards[::G], torch.zeros(2)]))
+        steps, ends = rewards[:, None].repeat(1, 3), torch.tensor([[0, 1, 2]] * 2 * G)
+        assert not grpo.process_advantages(steps, ends, torch.ones(2 * G, 3), G, eps=0.0).any()
 
 
-@given(grouped(st.floats(-10, 10)), st.floats(-5, 5), st.floats(0.1, 5), st.randoms())
-def test_advantages_shift_scale_and_permute(case, shift, scale, random):
-    rewards, G = f64(case[0]), case[1]
-    A = grpo.group_advantages(rewards, G, eps=1e-2)
-    close(grpo.group_advantages(rewards + shift, G, eps=1e-2), A, 1e-9)
-    close(grpo.group_advantages(rewards * scale, G, eps=1e-2 * scale), A, 1e-9)
-    order = [g * G + i for g in random.sample(range(len(rewards) // G), len(rewards) // G) for i in random.sample(range(G), G)]
-    close(grpo.group_advantages(rewards[order], G, eps=1e-2), A[order], 1e-9)
-    close(A.view(-1, G).sum(1), [0.0] * (len(rewards) // G), 1e-9)
-    unscaled = grpo.group_advantages(rewards, G, scale_rewards="none")
-    close(grpo.leave_one_out_advantages(rewards, G), unscaled * G / (G - 1), 1e-9)
+@given(grouped(), st.floats(-5, 5), st.floats(0.1, 5), st.integers(0, 999))
+def test_advantages_shift_scale_and_permute(case, shift, scale, seed):
+    r, G, rng = f64(case[0]).nan_to_num(), case[1], random.Random(seed)
+    A = grpo.group_advantages(r, G, eps=0.01)
+    expect(grpo.group_advantages(r + shift, G, eps=0.01), A, "A is the same for r + constant", 1e-8, rewards=r)
+    expect(grpo.group_advantages(r * scale, G, eps=0.01 * scale), A, "A is the same for c·r and c·eps", 1e-8, rewards=r)
+    groups = rng.sample(range(len(r) // G), len(r) // G)
+    order = [g * G + i for g in groups for i in rng.sample(range(G), G)]
+    expect(grpo.group_advantages(r[order], G, eps=0.01), A[order], "A moves with its reward", 1e-8, rewards=r)
+    expect(A.view(-1, G).sum(1), [0.0] * (len(r) // G), "A of a group sums to 0", 1e-8, rewards=r)
 
 
-@pytest.mark.parametrize("G", [2, 3, 8])
-def test_binary_rewards_in_closed_form(G):
-    for k in range(1, G):
-        A = grpo.group_advantages(f64([1.0] * k + [0.0] * (G - k)), G, eps=0.0)
-        assert A[0].item() == pytest.approx(math.sqrt((G - 1) * (G - k) / (G * k)), abs=1e-12)
-        assert A.square().sum().item() == pytest.approx(G - 1, abs=1e-12) and A.abs().max() <= (G - 1) / math.sqrt(G) + 1e-12
-
-
-@given(grouped())
-@example(([nan, 2.0, nan, nan], 2))
+@for_groups
 def test_leave_one_out(case):
-    rewards, G = case
-    want = []
-    for group in groups_of(rewards, G):
-        for i, r in enumerate(group):
-            others = known(group[:i] + group[i + 1 :])
-            want.append(r - statistics.fmean(others) if r == r and others else 0.0)
-    close(grpo.leave_one_out_advantages(f64(rewards), G), want, 1e-9)
+    others = [statistics_of(group[:i] + group[i + 1 :])[0] for group in groups_of(*case) for i in range(case[1])]
+    want = [r - mean if r == r and mean == mean else 0.0 for r, mean in zip(case[0], others)]
+    got = grpo.leave_one_out_advantages(f64(case[0]), case[1])
+    expect(got, want, "A = r - mean of the other G - 1 (RLOO)", rewards=case[0], num_generations=case[1])
 
 
 @st.composite
 def stepped(draw):
     G, P, S, T = draw(st.integers(2, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    rewards = [[draw(st.one_of(st.integers(-3, 3).map(float), st.just(nan))) for _ in range(S)] for _ in range(G * P)]
-    ends = [[draw(st.integers(0, T - 1)) if r == r else draw(st.sampled_from([-5, 0, 999])) for r in row] for row in rewards]
-    return rewards, ends, [draw(st.integers(0, T)) for _ in range(G * P)], G, T
+    reward = st.integers(-3, 3).map(float) | (st.just(nan) if grpo.strict else st.nothing())
+    rewards = [[draw(reward) for _ in range(S)] for _ in range(G * P)]
+    end, no_end = st.integers(0, T - 1), st.sampled_from([-5, 0, 999])
+    return rewards, map_rows(lambda r: draw(end if r == r else no_end), rewards), [draw(end) + 1 for _ in rewards], G, T
 
 
-@given(stepped(), st.sampled_from([0, 1]))
-@example(([[1.0, 0.0], [0.5, nan]], [[1, 3], [2, 0]], [4, 3], 2, 4), 1)
-def test_process_advantages(case, correction):
+@options(dict(correction=0), dict(eps=0.5))
+@given(stepped())
+@example(([[1.0, 0.0], [0.5, 2.0]], [[1, 3], [0, 2]], [4, 3], 2, 4))
+def test_process_advantages(options, case):
     rewards, ends, lengths, G, T = case
-    mask = torch.tensor([[t < n for t in range(T)] for n in lengths])
-    flat = [sum(group, []) for group in groups_of(rewards, G)]
-    want = []
-    for i, row in enumerate(rewards):
-        steps = flat[i // G]
-        std = std_of(steps, correction)
-        scaled = [0.0 if r != r or len(set(known(steps))) == 1 else (r - statistics.fmean(known(steps))) / (std + 1e-4) for r in row]
-        want.append([sum(s for s, end in zip(scaled, ends[i]) if end >= t) if t < lengths[i] else 0.0 for t in range(T)])
-    close(grpo.process_advantages(f64(rewards), torch.tensor(ends), mask, G, correction=correction), want, 1e-9)
+    S, mask = len(rewards[0]), f64([[float(t < n) for t in range(T)] for n in lengths])
+    scaled = groups_of(twin_advantages(sum(rewards, []), G * S, **options), S)
+    want = [[math.fsum(a for a, end in zip(scaled[i], ends[i]) if end >= t) if t < n else 0.0 for t in range(T)]
+            for i, n in enumerate(lengths)]
+    got = grpo.process_advantages(f64(rewards), torch.tensor(ends), mask, G, **options)
+    expect(got, want, "A_t = Σ of the normalised rewards of the steps that end at or after t (DeepSeekMath §4.1.3)",
+           step_rewards=rewards, step_ends=ends, lengths=lengths, num_generations=G)
 
 
-def test_one_step_a_row_is_outcome_supervision():
-    rewards, mask = f64([1.0, 0.0, 0.5, 0.2]), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
-    A = grpo.process_advantages(rewards[:, None], mask.sum(1, keepdim=True) - 1, mask, 2)
-    close(A, grpo.broadcast_advantages(grpo.group_advantages(rewards, 2), mask))
+def twin_gae(r, v, gamma=1.0, lam=0.95):
+    deltas = [r[t] + gamma * [*v, 0.0][t + 1] - v[t] for t in range(len(r))]
+    return [math.fsum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(r))) for t in range(len(r))]
 
 
-@given(batches(), st.floats(0, 1), st.floats(0, 1))
-def test_gae(batch, gamma, lam):
-    want_A, want_R = [], []
-    for rewards, values in zip(batch.rows("tokens"), batch.rows("values")):
-        deltas = [r + gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t, r in enumerate(rewards)]
-        A = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
-        want_A.append(A)
-        want_R.append([a + v for a, v in zip(A, values)])
-    rewards, values = requires_grad(batch, "tokens", "values")
-    advantages, returns = grpo.gae_advantages(rewards, values, batch.mask, gamma=gamma, lam=lam)
-    close(advantages, batch.spread(want_A))
-    close(returns, batch.spread(want_R))
-    (advantages.sum() + returns.sum()).backward()
-    assert_clean_gradient(rewards, batch.mask)
-    assert_clean_gradient(values, batch.mask)
+GAE = [{}, dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0), dict(lam=1.0)]
+test_gae = by_rows("gae_advantages", "rewards values mask", twin_gae,
+                   "A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γ·V_{t+1} - V_t", *GAE, pick=0)
+test_returns = by_rows("gae_advantages", "rewards values mask",
+                       lambda r, v, **options: [a + x for a, x in zip(twin_gae(r, v, **options), v)],
+                       "return_t = A_t + V_t", *GAE, pick=1)
 
 
-def test_gae_at_its_ends():
-    r, v, mask = f64([[1.0, 2.0, 3.0]]), f64([[0.5, 0.25, 0.125]]), torch.ones(1, 3)
-    close(grpo.gae_advantages(r, v, mask, gamma=1.0, lam=1.0)[1], [[6.0, 5.0, 3.0]])          # λ = 1: returns are what comes
-    close(grpo.gae_advantages(r, v, mask, gamma=0.5, lam=0.0)[0], [[1 + 0.125 - 0.5, 2 + 0.0625 - 0.25, 3 - 0.125]])   # λ = 0: one step
-    close(grpo.gae_advantages(r, v, mask)[0], grpo.gae_advantages(r, v, mask, gamma=1.0, lam=0.95)[0])
-
-
-def test_gae_of_no_tokens():
-    empty = torch.zeros(2, 0)
-    assert [x.shape for x in grpo.gae_advantages(empty, empty, empty)] == [(2, 0), (2, 0)]
-
-
-def test_gae_steps_over_a_hole_in_the_mask():
-    r, v, mask = f64([[1.0, nan, 3.0]]), f64([[0.5, inf, 0.125]]), torch.tensor([[1, 0, 1]])
-    for got, want in zip(grpo.gae_advantages(r, v, mask, gamma=0.9), grpo.gae_advantages(r[:, ::2], v[:, ::2], mask[:, ::2], gamma=0.9)):
-        close(got[:, ::2], want)
-        assert got[0, 1] == 0.0
-
-
-@given(batches())
+@for_batches
 def test_broadcast(batch):
-    close(grpo.broadcast_advantages(batch["A"], batch.mask), batch.spread([[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]))
+    got = grpo.broadcast_advantages(batch["A"], batch.mask)
+    expect(got, batch.pad(batch.rows["A"]), "A_t = A on real tokens, 0 at padding", advantages=batch.A)
 
 
 # §3 Log-probabilities ------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4),
-    st.sets(st.integers(0, 4), min_size=1, max_size=3),
-)
-@example([[3, 0, 0, 0], [0, 3, 3, 3], [3, 3, 3, 3]], {0})  # pad = EOS
+@given(st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4),
+       st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True))
+@example([[3, 0, 0, 0], [0, 3, 3, 3], [3, 3, 3, 3]], [0])               # pad = EOS
 def test_completion_mask(ids, eos):
-    want = [[int(not any(token in eos for token in row[:t])) for t in range(4)] for row in ids]
-    for kind in (list, tuple, lambda e: torch.tensor(list(e))) + ((lambda e: next(iter(e)),) if len(eos) == 1 else ()):
-        got = grpo.completion_mask(torch.tensor(ids), kind(eos))
-        assert got.tolist() == want and got.dtype == torch.int64
+    want = [[float(not any(token in eos for token in row[:t])) for t in range(4)] for row in ids]
+    for kind in [eos, tuple(eos), torch.tensor(eos), eos[0]][: 4 if len(eos) == 1 else 3] if grpo.strict else [eos]:
+        got = grpo.completion_mask(torch.tensor(ids), kind)
+        expect(got, want, "m = 1 up to and including the first EOS", ids=ids, eos_token_ids=eos)
 
 
-logits_lists = st.integers(1, 4).flatmap(
-    lambda V: st.lists(
-        st.lists(st.lists(st.floats(-30, 30), min_size=V, max_size=V), min_size=2, max_size=2), min_size=1, max_size=3
-    )
-)
+@st.composite
+def logit_tables(draw):
+    V = draw(st.integers(1, 4))
+    row = st.lists(st.lists(st.floats(-30, 30), min_size=V, max_size=V), min_size=2, max_size=2)
+    logits = draw(st.lists(row, min_size=1, max_size=3))
+    return logits, map_rows(lambda _: draw(st.integers(0, V - 1)), logits)
 
 
-@given(logits_lists, st.data())
-def test_selective_log_softmax_and_entropy(logits, data):
-    index = [[data.draw(st.integers(0, len(row) - 1)) for row in rows] for rows in logits]
-    lse = lambda row: max(row) + math.log(math.fsum(math.exp(x - max(row)) for x in row))
-    close(
-        grpo.selective_log_softmax(f64(logits), torch.tensor(index)),
-        [[row[i] - lse(row) for row, i in zip(rows, idx)] for rows, idx in zip(logits, index)],
-        1e-11,
-    )
-    entropy = [[-math.fsum(math.exp(x - lse(row)) * (x - lse(row)) for x in row) for row in rows] for rows in logits]
-    close(grpo.entropy_from_logits(f64(logits)), entropy, 1e-11)
+@given(logit_tables())
+@example(([[[2.0, 0.0, -1.0], [0.5, 0.0, 4.0]]], [[1, 2]]))
+def test_selective_log_softmax_and_entropy(case):
+    logits, index = case
+    logps = map_rows(lambda r: [x - max(r) - math.log(math.fsum(math.exp(y - max(r)) for y in r)) for x in r], logits)
+    got, want = grpo.selective_log_softmax(f64(logits), torch.tensor(index)), map_rows(lambda p, i: p[i], logps, index)
+    expect(got, want, "log p = logit - log Σ exp(logit)", logits=logits, index=index)
+    want = map_rows(lambda p: -math.fsum(math.exp(x) * x for x in p), logps)
+    expect(grpo.entropy_from_logits(f64(logits)), want, "H = -Σ p·log p", logits=logits)
 
 
-def test_log_softmax_and_entropy_gradients_and_ruled_out_words():
+@pytest.mark.parametrize("name", ["entropy_from_logits", "selective_log_softmax"])
+def test_gradient_in_the_logits_and_a_word_that_is_ruled_out(name):
     torch.manual_seed(0)
-    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    index = torch.randint(5, (2, 3))
-    assert torch.autograd.gradcheck(lambda x: grpo.selective_log_softmax(x, index), logits)
-    assert torch.autograd.gradcheck(grpo.entropy_from_logits, logits)
-    ruled = logits.detach().clone()
-    ruled[..., 2] = -inf
-    ruled.requires_grad_()
-    without = ruled.detach()[..., [0, 1, 3, 4]].requires_grad_()
-    H = grpo.entropy_from_logits(ruled)
-    close(H, grpo.entropy_from_logits(without).detach())
-    H.sum().backward()
-    grpo.entropy_from_logits(without).sum().backward()
-    close(ruled.grad[..., [0, 1, 3, 4]], without.grad)
-    assert not ruled.grad[..., 2].any()
-    words = torch.tensor([[0, 1, 3], [4, 0, 1]])
-    assert grpo.selective_log_softmax(ruled, words).isfinite().all()
-    assert grpo.selective_log_softmax(ruled, torch.full((2, 3), 2)).eq(-inf).all()
-    close(grpo.entropy_from_logits(torch.zeros(1, 1, 7, dtype=torch.float64)), [[math.log(7)]])
+    logits, index = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.tensor([[0, 1, 3], [3, 0, 1]])
+    function = lambda x: getattr(grpo, name)(x, *[index] * (name != "entropy_from_logits"))
+    assert torch.autograd.gradcheck(function, logits)
+    if grpo.strict:
+        ruled = torch.nn.functional.pad(logits.detach(), (0, 1), value=-inf).requires_grad_()
+        expect(function(ruled), function(logits), "-inf rules a word out")
+        want = torch.nn.functional.pad(gradient(function(logits), logits), (0, 1))
+        expect(gradient(function(ruled), ruled), want, "the gradient of the other words")
 
 
+@functools.cache
 def causal_lm(kind):
-    shape = dict(
-        vocab_size=23,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    config = {
-        "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=23, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=1
-        ),
-        "llama": lambda: transformers.LlamaConfig(**shape),
-        "qwen2": lambda: transformers.Qwen2Config(**shape),
-        "granite (scaled logits)": lambda: transformers.GraniteConfig(**shape, logits_scaling=4.0),
-        "cohere (scaled logits)": lambda: transformers.CohereConfig(**shape, logit_scale=0.3),
-        "gemma3 (soft cap)": lambda: transformers.Gemma3TextConfig(**shape, final_logit_softcapping=2.0),
-        "opt (nested body)": lambda: transformers.OPTConfig(
-            vocab_size=23,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        ),
-    }[kind]()
+    """A causal LM of random weights in float64."""
+    sizes = dict(vocab_size=23, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+                 bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    llama = dict(sizes, intermediate_size=48, num_key_value_heads=2, head_dim=8)
+    name, options = {"gpt2": ("GPT2", sizes), "llama": ("Llama", llama), "qwen2": ("Qwen2", llama),
+                     "granite": ("Granite", llama | dict(logits_scaling=4.0)),
+                     "cohere": ("Cohere", llama | dict(logit_scale=0.3)),
+                     "gemma3": ("Gemma3Text", llama | dict(final_logit_softcapping=2.0)),
+                     "opt": ("OPT", sizes | dict(word_embed_proj_dim=32, ffn_dim=48)), "bloom": ("Bloom", sizes)}[kind]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
-    for p in model.parameters():
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**options))
+    for name, p in model.double().eval().named_parameters():
         torch.nn.init.normal_(p, std=0.3)
+        p.requires_grad_("norm" not in name)        # cohere and gemma3 sum these gradients in float32
     return model
 
 
 def scoring_batch():
+    """Prompts and answers of several lengths; what stands at padding is no word, in a student's test word 0."""
     torch.manual_seed(1)
-    P, T, prompts, answers = 4, 6, [4, 2, 1, 3], [6, 3, 0, 1]
-    prompt_mask = torch.tensor([[0] * (P - n) + [1] * n for n in prompts])
-    answer_mask = torch.tensor([[1] * n + [0] * (T - n) for n in answers])
-    prompt_ids = torch.randint(23, (4, P)).masked_fill(prompt_mask == 0, -9)                   # garbage, no valid id
-    answer_ids = torch.randint(23, (4, T)).masked_fill(answer_mask == 0, 10**6)
+    prompt_mask = torch.tensor([[0] * (4 - n) + [1] * n for n in (4, 2, 1, 3)])
+    answer_mask = torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 3, 0, 1)])
+    prompt_ids = torch.randint(23, (4, 4)).masked_fill(prompt_mask == 0, -9 if grpo.strict else 0)
+    answer_ids = torch.randint(23, (4, 6)).masked_fill(answer_mask == 0, 10**6 if grpo.strict else 0)
     return prompt_ids, prompt_mask, answer_ids, answer_mask
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["gpt2", "llama", "qwen2", "granite (scaled logits)", "cohere (scaled logits)", "gemma3 (soft cap)", "opt (nested body)"],
-)
-def test_per_token_logps_are_those_of_each_row_alone(kind):
-    model = causal_lm(kind)
-    for name, p in model.named_parameters():  # cohere and gemma3 sum these gradients in float32
-        p.requires_grad_("norm" not in name or kind[:6] not in ("cohere", "gemma3"))
-    prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
-    weight = torch.arange(24.0, dtype=torch.float64).view(4, 6)
-    want, want_H = (torch.zeros(4, 6, dtype=torch.float64) for _ in range(2))
-    for i in range(4):
+@pytest.mark.parametrize("kind", ["llama", *map(more, "gpt2 qwen2 granite cohere gemma3 opt bloom".split())])
+@options(dict(temperature=0.7), more(dict(temperature=0.7, compute_entropy=True)))
+def test_per_token_logps_are_those_of_each_row_alone(kind, options):
+    model, batch = causal_lm(kind), scoring_batch()
+    batch = [x[:1] for x in batch] if kind == "bloom" else batch        # of left padding, Bloom itself makes NaN
+    prompt_ids, prompt_mask, answer_ids, answer_mask = batch
+    want, want_H = torch.zeros(answer_ids.shape).double(), torch.zeros(answer_ids.shape).double()
+    for i in range(len(want)):
         prompt, answer = prompt_ids[i][prompt_mask[i] == 1], answer_ids[i][answer_mask[i] == 1]
-        logps = (model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logps = (logits / options.get("temperature", 1.0)).log_softmax(-1)
         want[i, : len(answer)] = logps.gather(1, answer[:, None])[:, 0]
         want_H[i, : len(answer)] = -(logps.exp() * logps).sum(1).detach()
-    (want * weight).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    for chunk_size in (None, 1, 3, 100):
-        model.zero_grad()
-        logps, entropies = grpo.per_token_logps(
-            model, prompt_ids, prompt_mask, answer_ids, answer_mask, temperature=0.7, compute_entropy=True, chunk_size=chunk_size
-        )
-        close(logps, want.detach(), 1e-10)
-        close(entropies, want_H.detach(), 1e-10)
-        assert not entropies.requires_grad
-        (logps * weight).sum().backward()
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                close(p.grad, gradients[name], 1e-9)
-    assert grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[1] is None
+    logps, entropies = grpo.per_token_logps(model, *batch, **options)
+    rule = "log π(o_t) = log softmax(logits / temperature), at the position before o_t"
+    tolerance = 1e-9 if grpo.strict else 1e-5       # without position ids, float32 rounds other rotary angles
+    expect(logps, want, rule, tolerance, prompt_ids=prompt_ids, completion_ids=answer_ids, **options)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    scale = torch.linspace(1, 2, want.numel()).view_as(want)
+    for got, true in zip(*(torch.autograd.grad((x * scale).sum(), weights) for x in (logps, want))):
+        expect(got, true, rule + ": the gradient", 100 * tolerance)
+    assert entropies is None or not entropies.requires_grad
+    if "compute_entropy" in options:
+        expect(entropies, want_H, "H = -Σ p·log p at each position")
 
 
-def test_ids_may_be_int32_and_a_batch_may_be_empty():
-    prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
-    short, model = (x.clamp(0, 22).int() for x in (prompt_ids, answer_ids)), causal_lm("llama")
-    prompt_int, answer_int = short
-    close(
-        grpo.per_token_logps(model, prompt_int, prompt_mask, answer_int, answer_mask)[0].detach(),
-        grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].detach(),
-    )
-    logits, index = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 1, 2], [3, 4, 0]])
-    assert torch.equal(grpo.selective_log_softmax(logits, index.int()), grpo.selective_log_softmax(logits, index))
-    assert grpo.selective_log_softmax(logits[:0], index[:0]).shape == (0, 3)
-    steps, ends = f64([[1.0], [0.0]]), torch.tensor([[1], [0]])
-    assert torch.equal(
-        grpo.process_advantages(steps, ends.int(), torch.ones(2, 2), 2), grpo.process_advantages(steps, ends, torch.ones(2, 2), 2)
-    )
-    for loss_type in LOSS_TYPES:
-        assert grpo.aggregate(torch.zeros(0, 3), torch.zeros(0, 3), loss_type=loss_type, max_completion_length=3).item() == 0.0
-
-
-@pytest.mark.parametrize("vocab_size, rows", [(23, [10]), (2**23, [4, 4, 2]), (2**26, [1] * 10)])
-def test_without_chunk_size_a_chunk_is_at_most_2_to_the_25_logits(vocab_size, rows):
-    model, seen, body = causal_lm("llama"), [], []
-    told = copy.copy(model.config)
-    told.vocab_size = vocab_size
-    model.config.get_text_config = lambda *args, **kwargs: told  # what sizes the chunks; the head keeps its 23 words
-    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.numel() // 23))
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: body.append(kwargs), with_kwargs=True)
-    logps, _ = grpo.per_token_logps(model, *scoring_batch())
-    assert seen == rows and body[0]["use_cache"] is False
-    logps.sum().backward()
-    assert len(seen) == (1 if len(rows) == 1 else 2 * len(rows))                              # one chunk is not made twice
-
-
-def test_temperature_divides_the_logits_and_one_is_the_default():
-    model, batch = causal_lm("llama"), scoring_batch()
-    assert torch.equal(grpo.per_token_logps(model, *batch)[0], grpo.per_token_logps(model, *batch, temperature=1.0)[0])
-    hot = grpo.per_token_logps(model, *batch, temperature=2.0)[0].detach()
-    with torch.no_grad():
-        model.lm_head.weight /= 2.0
-    close(hot, grpo.per_token_logps(model, *batch)[0].detach(), 1e-10)
-
-
-def test_a_model_without_position_ids():
-    torch.manual_seed(0)
-    model = (
-        transformers.BloomForCausalLM(
-            transformers.BloomConfig(
-                vocab_size=23, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1, pad_token_id=0
-            )
-        )
-        .double()
-        .eval()
-    )
-    prompts, answers = torch.randint(23, (2, 3)), torch.randint(23, (2, 4))
-    want = model(torch.cat([prompts, answers], 1)).logits[:, 2:-1].log_softmax(-1).gather(2, answers[..., None])[..., 0]
-    close(grpo.per_token_logps(model, prompts, torch.ones(2, 3), answers, torch.ones(2, 4), chunk_size=3)[0].detach(), want.detach(), 1e-10)
-
-
-@own_only
-def test_a_model_that_goes_round_its_decoder_is_refused():
-    model, forward = causal_lm("llama"), causal_lm("llama").forward
-    model.forward = lambda input_ids, position_ids=None, **kwargs: forward(input_ids=input_ids)
-    with pytest.raises(
-        ValueError,
-        match="^model: got LlamaForCausalLM.*allowed is|^model: LlamaForCausalLM does not call its get_decoder.*allowed is",
-    ):
-        grpo.per_token_logps(model, *scoring_batch())
-
-
-def test_per_token_logps_holds_one_chunk_of_logits():
-    model, seen = causal_lm("llama"), []
-    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.numel() // 23))
-    logps, _ = grpo.per_token_logps(model, *scoring_batch(), chunk_size=3)
-    assert seen == [3, 3, 3, 1]                                                               # 10 real tokens, no padding
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
-        logps, _ = grpo.per_token_logps(model, *scoring_batch(), chunk_size=3)
-        assert not any(shape[-1:] == (23,) for shape in kept)                                 # the forward leaves no logits behind
-    logps.sum().backward()
-    assert seen == [3, 3, 3, 1] * 2 + seen[8:] and sorted(seen[8:]) == [1, 3, 3, 3]           # the backward makes them again
-
-
-def test_per_token_logps_in_half_precision_and_without_tokens():
-    model = causal_lm("qwen2").bfloat16()
-    prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
-    assert grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask)[0].dtype == torch.float32
-    assert not grpo.per_token_logps(model, prompt_ids, prompt_mask, answer_ids, answer_mask * 0)[0].any()
-    with pytest.raises(ValueError, match="^prompt_mask: got .*; allowed is left-padded"):
-        grpo.per_token_logps(model, prompt_ids.flip(1), prompt_mask.flip(1), answer_ids, answer_mask)
-    with pytest.raises(ValueError, match="^prompt_mask: got .*; allowed is left-padded"):
-        grpo.per_token_logps(model, prompt_ids[:, :0], prompt_mask[:, :0], answer_ids, answer_mask)
+@beyond
+def test_per_token_logps_takes_other_dtypes_and_no_tokens_and_is_one_call():
+    model, calls = copy.deepcopy(causal_lm("llama")), []
+    batch = prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
+    short = prompt_ids.clamp(0, 22).int(), prompt_mask.bool(), answer_ids.clamp(0, 22).int(), answer_mask.float()
+    assert torch.equal(grpo.per_token_logps(model, *short)[0], grpo.per_token_logps(model, *batch)[0])
+    assert not grpo.per_token_logps(model, *batch[:3], answer_mask * 0, compute_entropy=True)[1].any()
+    assert grpo.per_token_logps(model, *batch[:2], answer_ids[:, :0], answer_mask[:, :0])[0].shape == (4, 0)
+    model.bfloat16().register_forward_hook(lambda *call: calls.append((call[2], call[3])), with_kwargs=True)
+    got, entropies = grpo.per_token_logps(model, *batch, compute_entropy=True)
+    (options, output), = calls
+    assert output.logits.shape == (4, 7, 23) and options["use_cache"] is False and output.past_key_values is None
+    assert got.dtype == entropies.dtype == torch.float32
+    logps = output.logits[:1, :-1].float().log_softmax(-1)              # the softmax is not in half precision
+    expect(got[:1], logps.gather(2, answer_ids[:1, :, None])[..., 0], "log softmax in float32", 1e-6)
 
 
 # §4 Importance ratio and clip ----------------------------------------------------------------------------------------
 
+RATIO = "ρ = exp(log π - log π_old) (DeepSeekMath eq. 3); of a sequence exp(mean of log ρ over its tokens) (GSPO eq. 7)"
+SURROGATE = "l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3)"
 
-@given(batches(), st.sampled_from(["token", "sequence"]))
-def test_importance_ratio(batch, level):
-    (logps,) = requires_grad(batch, "logps")
-    ratio = grpo.importance_ratio(logps, batch["old"], batch.mask, importance_sampling_level=level)
-    logs = [[a - b for a, b in zip(x, y)] for x, y in zip(batch.rows("logps"), batch.rows("old"))]
-    if level == "token":
-        close(ratio, batch.spread([[math.exp(d) for d in row] for row in logs], 1.0))
-    else:
-        close(ratio, [[math.exp(math.fsum(row) / max(len(row), 1))] for row in logs])
-    ratio.sum().backward()
-    assert_clean_gradient(logps, batch.mask)
-    gradient = ratio.detach() if level == "token" else ratio.detach() / f64(batch.lengths).clamp(min=1)[:, None]
-    close(logps.grad, gradient * (batch.mask != 0))
+
+def twin_importance(p, q, importance_sampling_level="token"):
+    logs = [a - b for a, b in zip(p, q)]
+    sequence = importance_sampling_level == "sequence"
+    return [math.exp(math.fsum(logs) / len(logs) if sequence else x) for x in logs]
+
+
+SEQUENCE = dict(importance_sampling_level="sequence")
+test_importance_ratio = by_rows("importance_ratio", "logps old mask", twin_importance, RATIO, {}, SEQUENCE)
 
 
 def test_the_sequence_ratio_of_the_guide_is_the_geometric_mean():
-    old = f64([[-2.3] * 10])
-    close(grpo.importance_ratio(old + 0.2, old, torch.ones(1, 10)), [[1.2214] * 10], 5e-5)
-    sequence = grpo.importance_ratio(old + 0.2, old, torch.ones(1, 10), importance_sampling_level="sequence")
-    close(sequence, [[math.exp(2.0) ** (1 / 10)]])                                            # not e² = 7.39
-    close(grpo.clip_ratio(sequence), [[1.2]])
+    old, mask = f64([[-2.3] * 10]), torch.ones(1, 10)
+    expect(grpo.importance_ratio(old + 0.2, old, mask), [[1.2214] * 10], RATIO, 5e-5)
+    sequence = grpo.importance_ratio(old + 0.2, old, mask, importance_sampling_level="sequence")
+    expect(sequence, [[math.exp(2.0) ** (1 / 10)]], RATIO)                      # not e² = 7.39
+    expect(grpo.clip_ratio(sequence), [[1.2]], "clip(ρ, 0.8, 1.2)")
 
 
-@given(st.lists(st.floats(0, 4), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1))
-def test_clip_ratio(ratios, low, high):
-    ratio = f64([ratios]).requires_grad_()
-    clipped = grpo.clip_ratio(ratio, low, high)
-    close(clipped, [[min(max(r, 1 - low), 1 + high) for r in ratios]])
-    clipped.sum().backward()
-    assert all(g == (1 - low <= r <= 1 + high) for g, r in zip(ratio.grad[0].tolist(), ratios))
-    close(grpo.clip_ratio(f64([[0.5, 1.0, 1.5]])), [[0.8, 1.0, 1.2]])
+def twin_clip(r, epsilon_low=0.2, epsilon_high=0.2):
+    return min(max(r, 1 - epsilon_low), 1 + epsilon_high)
 
 
-def twin_clipped(r, A, low, high, delta):
-    return -min((r if delta is None else min(r, delta)) * A, min(max(r, 1 - low), 1 + high) * A)
+def twin_clipped(r, A, epsilon_low=0.2, epsilon_high=0.2, delta=None):
+    return -min((r if delta is None else min(r, delta)) * A, twin_clip(r, epsilon_low, epsilon_high) * A)
 
 
-@given(batches(), st.booleans(), st.booleans(), st.floats(0, 0.5), st.floats(0, 0.5), st.one_of(st.none(), st.floats(0.5, 4)))
-def test_clipped_surrogate(batch, per_token, per_sequence, low, high, delta):
-    ratios = [[math.exp(a - b) for a, b in zip(x, y)] for x, y in zip(batch.rows("logps"), batch.rows("old"))]
-    ratios = [[math.exp(sum(map(math.log, row)) / max(len(row), 1))] * len(row) for row in ratios] if per_sequence else ratios
-    A_rows = batch.rows("tokens") if per_token else [[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]
-    ratio = grpo.importance_ratio(
-        batch["logps"], batch["old"], batch.mask, importance_sampling_level="sequence" if per_sequence else "token"
-    )
-    loss = grpo.clipped_surrogate_loss(ratio, batch["tokens"] if per_token else batch["A"], epsilon_low=low, epsilon_high=high, delta=delta)
-    assert loss.shape == (batch.mask[:, :1] if per_sequence and not per_token else batch.mask).shape
-    want = batch.spread([[twin_clipped(r, a, low, high, delta) for r, a in zip(rs, As)] for rs, As in zip(ratios, A_rows)])
-    close(torch.where(batch.mask != 0, loss, 0), want, 1e-10)
+def twin_sapo(r, A, temperature_pos=1.0, temperature_neg=1.05):
+    tau = temperature_pos if A > 0 else temperature_neg
+    return -4 / tau * A / (1 + math.exp(-tau * (r - 1)))
 
 
+test_clip_ratio = by_rows("clip_ratio", "ratio", tokenwise(twin_clip), "clip(ρ, 1 - ε_low, 1 + ε_high)",
+                          {}, dict(epsilon_low=0.1, epsilon_high=0.5))
+test_clipped_surrogate = by_rows("clipped_surrogate_loss", "ratio A", tokenwise(twin_clipped), SURROGATE,
+                                 {}, dict(epsilon_low=0.1, epsilon_high=0.5), dict(delta=1.4))
+test_sapo = by_rows("sapo_loss", "ratio A", tokenwise(twin_sapo), "l = -σ(τ(ρ - 1))·4/τ·A (SAPO eq. 5)",
+                    {}, dict(temperature_pos=0.5, temperature_neg=2.0))
+test_truncated_importance_ratio = by_rows(
+    "truncated_importance_ratio", "old sampled", tokenwise(lambda p, q, cap=2.0: min(math.exp(p - q), cap)),
+    "w = min(exp(old - sampled), cap)", {}, dict(cap=1.2), slope=False)
+
+
+@options(dict(epsilon_high=1.2))
+@for_batches
+def test_cispo(options, batch):
+    logps, cap = batch.pad(batch.rows["logps"]).requires_grad_(), options.get("epsilon_high", 5.0)
+    ratio = (logps - batch.pad(batch.rows["old"])).exp()
+    weights = map_rows(lambda r, a: -min(r, cap) * a, *batch.of("ratio", "A").values())
+    loss, inputs = batch.real(grpo.cispo_loss(logps, ratio, batch["A"], **options)), batch.of("logps", "ratio", "A")
+    want = map_rows(lambda w, p: w * p, weights, batch.rows["logps"])
+    expect(loss, batch.pad(want), "l = -sg[min(ρ, ε_high)]·A·log π (CISPO eq. 4)", **inputs, **options)
+    equation = "dl/d log π = -min(ρ, ε_high)·A: the weight is a constant"
+    expect(gradient(loss, logps), batch.pad(weights), equation, **inputs, **options)
+
+
+@pytest.mark.parametrize("delta", [{}, dict(delta=3.0)], ids=str)
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0, 1.25, 1.5, 5.0])
 @pytest.mark.parametrize("A", [1.5, -1.5])
-@pytest.mark.parametrize(
-    "ratio, region", [(0.5, "below"), (0.9, "inside"), (1.0, "inside"), (1.25, "inside"), (1.5, "above"), (5.0, "far above")]
-)
-@pytest.mark.parametrize("delta", [None, 3.0])
-def test_truth_table_of_the_clipped_gradient(A, ratio, region, delta):
-    x = f64([[ratio]]).requires_grad_()
-    grpo.clipped_surrogate_loss(x, f64([A]), epsilon_low=0.2, epsilon_high=0.3, delta=delta).sum().backward()
-    stops = (A > 0 and ratio > 1.3) or (A < 0 and ratio < 0.8) or (A < 0 and delta is not None and ratio > delta)
-    assert x.grad.item() == (0.0 if stops else -A)
-
-
-def test_worked_clipping():
-    A = f64([1.2400])
-    close(-grpo.clipped_surrogate_loss(f64([[7.39]]), A), [[1.488]])                          # the objective; the loss is -1.488
-    ratio = f64([[math.exp(0.2)]]).requires_grad_()
-    grpo.clipped_surrogate_loss(ratio, A).sum().backward()
-    assert ratio.grad.item() == 0.0
-    ratios = torch.linspace(0.01, 5, 500, dtype=torch.float64)[:, None]
-    lowest = grpo.clipped_surrogate_loss(ratios, torch.full((500,), -0.5, dtype=torch.float64)).min()
-    assert lowest.item() == pytest.approx(0.4, abs=1e-12)                                     # a loss of +0.2 cannot occur at A = -0.5
-
-
-@given(batches(), st.floats(0.5, 5), st.booleans())
-def test_cispo(batch, cap, per_sequence):
-    logps, old = requires_grad(batch, "logps", "old")
-    level = "sequence" if per_sequence else "token"
-    ratio = grpo.importance_ratio(logps, old, batch.mask, importance_sampling_level=level)
-    loss = grpo.cispo_loss(logps, ratio, batch["A"], epsilon_high=cap)
-    weights = [[math.exp(a - b) for a, b in zip(x, y)] for x, y in zip(batch.rows("logps"), batch.rows("old"))]
-    weights = [[math.exp(sum(map(math.log, row)) / max(len(row), 1))] * len(row) for row in weights] if per_sequence else weights
-    want = [[-min(w, cap) * A * p for w, p in zip(ws, ps)] for ws, A, ps in zip(weights, batch.rows("A"), batch.rows("logps"))]
-    close(torch.where(batch.mask != 0, loss, 0), batch.spread(want), 1e-10)
-    torch.where(batch.mask != 0, loss, 0).sum().backward()
-    close(
-        logps.grad, batch.spread([[-min(w, cap) * A for w in ws] for ws, A in zip(weights, batch.rows("A"))]), 1e-10
-    )  # REINFORCE, weighted
-    assert old.grad is None or not old.grad.any()
-
-
-@given(batches(), st.floats(0.5, 2), st.floats(0.5, 2), st.booleans())
-def test_sapo(batch, pos, neg, per_token):
-    A_rows = batch.rows("tokens") if per_token else [[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]
-    ratio = grpo.importance_ratio(batch["logps"], batch["old"], batch.mask)
-    loss = grpo.sapo_loss(ratio, batch["tokens"] if per_token else batch["A"], temperature_pos=pos, temperature_neg=neg)
-    want = []
-    for x, y, As in zip(batch.rows("logps"), batch.rows("old"), A_rows):
-        taus = [pos if a > 0 else neg for a in As]
-        want.append([-1 / (1 + math.exp(-t * (math.exp(p - q) - 1))) * 4 / t * a for p, q, a, t in zip(x, y, As, taus)])
-    close(torch.where(batch.mask != 0, loss, 0), batch.spread(want), 1e-10)
-
-
-def test_sapo_slope_at_one_and_defaults():
-    for A in (2.0, -2.0):
-        ratio = f64([[1.0]]).requires_grad_()
-        grpo.sapo_loss(ratio, f64([A])).sum().backward()
-        assert ratio.grad.item() == pytest.approx(-A, abs=1e-12)
-    ratio = f64([[0.7], [1.9]]).requires_grad_()
-    assert torch.autograd.gradcheck(lambda r: grpo.sapo_loss(r, f64([1.0, -1.0])), ratio)
-    close(grpo.sapo_loss(ratio, f64([1.0, -1.0])), grpo.sapo_loss(ratio, f64([1.0, -1.0]), temperature_pos=1.0, temperature_neg=1.05))
-    assert not torch.equal(grpo.sapo_loss(ratio, f64([-1.0, -1.0])), grpo.sapo_loss(ratio, f64([-1.0, -1.0]), temperature_neg=1.0))
-
-
-@given(batches(), st.floats(0.5, 3))
-def test_truncated_importance_ratio(batch, cap):
-    old, sampled = requires_grad(batch, "old", "sampled")
-    weight = grpo.truncated_importance_ratio(old, sampled, cap=cap)
-    want = [[min(math.exp(a - b), cap) for a, b in zip(x, y)] for x, y in zip(batch.rows("old"), batch.rows("sampled"))]
-    close(torch.where(batch.mask != 0, weight, 0), batch.spread(want))
-    assert not weight.requires_grad
-    assert grpo.truncated_importance_ratio(f64([[0.0]]), f64([[-9.0]])).item() == 2.0
+def test_truth_table_of_the_clipped_gradient(A, ratio, delta):
+    x, bounds = f64([[ratio]]).requires_grad_(), dict(epsilon_low=0.2, epsilon_high=0.3) | delta
+    stops = (A > 0 and ratio > 1.3) or (A < 0 and ratio < 0.8) or (A < 0 and ratio > delta.get("delta", inf))
+    got = gradient(grpo.clipped_surrogate_loss(x, f64([A]), **bounds), x)
+    expect(got, [[0.0 if stops else -A]], SURROGATE + ", its slope in ρ", ratio=ratio, advantages=A, **bounds)
 
 
 # §5 KL ---------------------------------------------------------------------------------------------------------------
 
 TWIN_KL = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+test_kl_estimate = by_rows(
+    "kl_estimate", "logps ref", tokenwise(lambda p, q, estimator="k3": TWIN_KL[estimator](p - q)),
+    "k3 = exp(log π_ref - log π) - (log π_ref - log π) - 1; k1 = log π - log π_ref; k2 = ½·k1² (DeepSeekMath eq. 4)",
+    {}, dict(estimator="k1"), dict(estimator="k2"), dict(estimator="k3"))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@given(st.lists(st.tuples(logs, logs), min_size=1, max_size=5))
-def test_kl_estimate(estimator, pairs):
-    logps, ref = f64([[p for p, _ in pairs]]).requires_grad_(), f64([[q for _, q in pairs]])
-    kl = grpo.kl_estimate(logps, ref, estimator=estimator)
-    close(kl, [[TWIN_KL[estimator](p - q) for p, q in pairs]], 1e-11)
-    kl.sum().backward()
-    close(logps.grad, [[{"k1": 1.0, "k2": p - q, "k3": -math.expm1(q - p)}[estimator] for p, q in pairs]], 1e-11)
-    close(grpo.kl_estimate(logps, ref), grpo.kl_estimate(logps, ref, estimator="k3"))
-
-
+@beyond
 def test_k3_is_never_negative_in_float32():
     torch.manual_seed(0)
     for scale in (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0):
         logps = torch.randn(1000, 200) * scale - 1
-        ref = logps + torch.randn(1000, 200) * scale
-        assert (grpo.kl_estimate(logps, ref) >= 0).all()
+        assert (grpo.kl_estimate(logps, logps + torch.randn(1000, 200) * scale) >= 0).all()
     d = torch.randn(1000, 200) * 1e-4
-    assert (torch.exp(-d) + d - 1).min() < 0                                                  # the textbook form is
+    assert (torch.exp(-d) + d - 1).min() < 0                                                # the textbook form is
 
 
 def enumeration():
     """All sequences of two tokens over three words, under policies π and π_ref that depend on the first token."""
     torch.manual_seed(0)
     theta, ref = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, dtype=torch.float64)
-    sequences = torch.tensor(list(itertools.product(range(3), repeat=2)))
-
-    def logps(weights):                                                                       # (9, 2)
-        table = weights.log_softmax(1)
-        return torch.stack([table[3][sequences[:, 0]], table[sequences[:, 0], sequences[:, 1]]], 1)
-
-    return theta, logps(theta), logps(ref)
-
-
-def expectation(x, logps):
-    return (logps.detach().sum(1).exp()[:, None] * x).sum()
+    first, second = torch.tensor(list(itertools.product(range(3), repeat=2))).T
+    tables = [weights.log_softmax(1) for weights in (theta, ref)]
+    return theta, *(torch.stack([table[3][first], table[first, second]], 1) for table in tables)      # (9, 2), (9, 2)
 
 
 def test_kl_estimators_in_expectation_and_gradient():
     theta, logps, ref = enumeration()
-    grad = lambda x: torch.autograd.grad(x, theta, retain_graph=True)[0]
+    p = logps.detach().sum(1).exp()[:, None]
+    kl = {k: grpo.kl_estimate(logps, ref, estimator=k) for k in ("k1", "k2", "k3")}
     forward = (logps.sum(1).exp() * (logps - ref).sum(1)).sum()
-    value = {k: expectation(grpo.kl_estimate(logps, ref, estimator=k), logps) for k in ("k1", "k2", "k3")}
-    close(value["k1"], forward.detach())
-    close(value["k3"], forward.detach())
-    assert abs(value["k2"].item() - forward.item()) > 1e-2                                    # biased
+    expect((p * kl["k1"]).sum(), forward, "E k1 = KL(π‖π_ref)")
+    expect((p * kl["k3"]).sum(), forward, "E k3 = KL(π‖π_ref)")
+    assert abs((p * kl["k2"]).sum().item() - forward.item()) > 1e-2                         # biased
     # The gradients of single tokens (the last of each sequence), where "∇KL" is that of the token's distribution.
-    last = {k: expectation(grpo.kl_estimate(logps, ref, estimator=k)[:, 1:], logps) for k in ("k1", "k2", "k3")}
-    table, ref_table = theta[:3].log_softmax(1), enumeration()[2][:, 1].view(3, 3)
+    last = {k: gradient((p * x)[:, 1:], theta) for k, x in kl.items()}
+    table, ref_table = theta[:3].log_softmax(1), ref[:, 1].view(3, 3)
     first = logps[:, 0].detach().exp().view(3, 3)[:, 0]
-    kl = (first * (table.exp() * (table - ref_table)).sum(1)).sum()
-    kl_reverse = (first * (ref_table.exp() * (ref_table - table)).sum(1)).sum()
-    assert grad(kl).norm() > 0.05 and (grad(kl) - grad(kl_reverse)).norm() > 0.05
-    close(grad(last["k1"]), torch.zeros(4, 3, dtype=torch.float64))                           # no signal at all
-    close(grad(last["k2"]), grad(kl))
-    close(grad(last["k3"]), grad(kl_reverse))
-    corrected = grpo.kl_estimate(logps, ref)[:, 1:] * (logps - logps.detach()).exp()[:, 1:]
-    close(grad(expectation(corrected, logps)), grad(kl))
-    close(grad(expectation((logps.sum(1) - logps.detach().sum(1)).exp()[:, None] * (logps - ref).detach(), logps)), grad(forward))
+    of_policy = gradient(first * (table.exp() * (table - ref_table)).sum(1), theta)
+    of_reference = gradient(first * (ref_table.exp() * (ref_table - table)).sum(1), theta)
+    assert of_policy.norm() > 0.05 and (of_policy - of_reference).norm() > 0.05
+    expect(last["k1"], torch.zeros(4, 3), "E ∇k1 = 0: no signal at all")
+    expect(last["k2"], of_policy, "E ∇k2 = ∇KL(π‖π_ref)")
+    expect(last["k3"], of_reference, "E ∇k3 = ∇KL(π_ref‖π)")
+    ratio = grpo.importance_ratio(logps, logps.detach(), f64([[1, 1]] * 9))
+    expect(gradient((p * kl["k3"] * ratio)[:, 1:], theta), of_policy, "E ∇(ρ·k3) = ∇KL(π‖π_ref): bias correction")
 
 
-@pytest.mark.parametrize("bias_correction", [False, True])
-def test_bias_correction_in_the_loss(bias_correction):
-    theta, logps, ref = enumeration()
-    grad = lambda x: torch.autograd.grad(x, theta, retain_graph=True)[0]
-    first, mask = logps[::3, :1], torch.ones(3, 1)                                            # one token: its three values, by probability
-    loss = sum(
-        p
-        * grpo.grpo_loss(
-            first[i : i + 1],
-            f64([0.0]),
-            mask[:1],
-            ref_logps=ref[::3, :1][i : i + 1],
-            beta=1.0,
-            use_bias_correction_kl=bias_correction,
-        )[0]
-        for i, p in enumerate(first.detach().exp()[:, 0])
-    )
-    kl = (first.exp() * (first - ref[::3, :1])).sum()
-    reverse = (ref[::3, :1].exp() * (ref[::3, :1] - first)).sum()
-    close(grad(loss), grad(kl if bias_correction else reverse))
+def twin_kl_penalized(A, p, q, beta):
+    return [-beta * (a - b) + A[0] * (t == len(p) - 1) for t, (a, b) in enumerate(zip(p, q))]
 
 
-@given(batches(), st.floats(0, 2))
-def test_kl_penalized_rewards(batch, beta):
-    (logps,) = requires_grad(batch, "logps")
-    got = grpo.kl_penalized_rewards(batch["A"], logps, batch["ref"], batch.mask, beta=beta)
-    want = [[-beta * (p - q) for p, q in zip(x, y)] for x, y in zip(batch.rows("logps"), batch.rows("ref"))]
-    want = [row[:-1] + [row[-1] + score] if row else [] for row, score in zip(want, batch.rows("A"))]
-    close(got, batch.spread(want))
-    got.sum().backward()
-    assert_clean_gradient(logps, batch.mask)
+test_kl_penalized_rewards = by_rows(
+    "kl_penalized_rewards", "A logps ref mask", twin_kl_penalized,
+    "r_t = -β·(log π - log π_ref), and the score A at the end (DeepSeekMath eq. 2)", dict(beta=0.0), dict(beta=0.5))
 
 
-def test_kl_penalized_rewards_step_over_a_hole_in_the_mask():
-    x, ref, mask = f64([[-1.0, nan, -2.0]]), f64([[-1.5, inf, -1.0]]), torch.tensor([[1, 0, 1]])
-    close(grpo.kl_penalized_rewards(f64([3.0]), x, ref, mask, beta=0.1), [[-0.05, 0.0, 3.1]])
+@beyond
+def test_the_score_stands_at_the_last_real_token_where_the_mask_has_a_hole():
+    logps, ref, mask = f64([[-1.0, nan, -2.0, nan]]), f64([[-1.5, inf, -1.0, 0.0]]), torch.tensor([[1, 0, 1, 0]])
+    got = grpo.kl_penalized_rewards(f64([3.0]), logps, ref, mask, beta=0.1)
+    expect(got, [[-0.05, 0.0, 3.1, 0.0]], "the score at the last real token")
 
 
 # §6 Masks ------------------------------------------------------------------------------------------------------------
 
 
-@given(batches(), st.floats(0, 1))
+def twin_threshold(batch, quantile):
+    """The (1 - quantile)-quantile of the real tokens' entropies, interpolated; exact, for all lies on a grid."""
+    entropies = sorted(sum(batch.rows["entropies"], [])) or [0.0]
+    position = (1 - quantile) * (len(entropies) - 1)
+    below, above = entropies[math.floor(position)], entropies[math.ceil(position)]
+    return below + (position - math.floor(position)) * (above - below)
+
+
+@given(batches(), st.integers(0, 8).map(lambda k: k / 8))
 def test_top_entropy_mask(batch, quantile):
-    real = sorted(h for row in batch.rows("entropies") for h in row)
-    got = grpo.top_entropy_mask(batch["entropies"], batch.mask, quantile)
-    assert got.dtype == batch.mask.dtype and not got[batch.mask == 0].any()
-    if real:
-        position = (1 - quantile) * (len(real) - 1)
-        below = real[math.floor(position)]
-        threshold = below + (position - math.floor(position)) * (real[math.ceil(position)] - below)
-        want = batch.spread([[float(h >= threshold) for h in row] for row in batch.rows("entropies")])
-        unsure = batch.spread([[float(abs(h - threshold) < 1e-9) for h in row] for row in batch.rows("entropies")])
-        assert ((got.double() == want) | (unsure == 1)).all()
-        assert (got != 0).sum() >= max(1, math.floor(quantile * len(real)))
-
-
-def test_top_entropy_mask_keeps_the_top_fifth():
-    entropies = f64([[0.1, 0.9, 0.2, 0.3, 0.8], [0.4, 0.5, 0.6, 0.7, nan]])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
-    assert grpo.top_entropy_mask(entropies, mask, 0.2).tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 0, 0]]
-    assert grpo.top_entropy_mask(entropies, mask, 1.0).tolist() == mask.tolist()
-    assert grpo.top_entropy_mask(entropies, mask, 0.0).tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
-    assert not grpo.top_entropy_mask(entropies, mask * 0, 0.5).any()
+    got, threshold = grpo.top_entropy_mask(batch["entropies"], batch.mask, quantile), twin_threshold(batch, quantile)
+    want = batch.pad(map_rows(lambda h: float(h >= threshold), batch.rows["entropies"]))
+    equation = "1 where H is at or above the (1 - quantile)-quantile of the real tokens"
+    expect(got, want, equation, quantile=quantile, **batch.of("entropies"))
 
 
 # §7 The aggregations -------------------------------------------------------------------------------------------------
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+AGGREGATE = {"grpo": "loss = mean over rows of (Σ_t l·m / Σ_t m)", "bnpo": "loss = Σ l·m / Σ m",
+             "dapo": "loss = Σ l·m / tokens of the batch", "dr_grpo": "loss = Σ l·m / (rows · max_completion_length)"}
 
 
-def twin_aggregate(rows, loss_type, L, items=None, batch_rows=None):
-    tokens, n = sum(map(len, rows)), len(rows) if batch_rows is None else batch_rows
-    total = math.fsum(x for row in rows for x in row)
-    return {
-        "grpo": math.fsum(math.fsum(row) / len(row) for row in rows if row) / n,
-        "bnpo": total / max(tokens, 1),
-        "dr_grpo": total / (n * L),
-        "dapo": total / max(tokens if items is None else items, 1),
-    }[loss_type]
+def twin_aggregate(rows, loss_type, max_completion_length=1, num_items_in_batch=None, num_rows_in_batch=None):
+    n, tokens, total = num_rows_in_batch or len(rows), max(sum(map(len, rows)), 1), math.fsum(sum(rows, []))
+    if loss_type == "grpo":
+        return math.fsum(math.fsum(row) / len(row) for row in rows if row) / n
+    items = num_items_in_batch or tokens
+    return total / {"bnpo": tokens, "dapo": items, "dr_grpo": n * max_completion_length}[loss_type]
 
 
-@given(
-    batches(),
-    st.sampled_from(LOSS_TYPES),
-    st.booleans(),
-    st.integers(5, 9),
-    st.one_of(st.none(), st.integers(0, 50)),
-    st.one_of(st.none(), st.integers(1, 50)),
-)
-def test_aggregate(batch, loss_type, per_sequence, L, items, rows):
-    (x,) = requires_grad(batch, "tokens")
-    lists = batch.rows("tokens")
-    if per_sequence:
-        x = batch["A"].clone()[:, None].requires_grad_()
-        lists = [[a] * n for a, n in zip(batch.rows("A"), batch.lengths)]
-    options = dict(loss_type=loss_type, max_completion_length=L, num_items_in_batch=items, num_rows_in_batch=rows)
+def with_length(options, L):
+    return options | (dict(max_completion_length=L) if options.get("loss_type") == "dr_grpo" else {})
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@options(dict(num_items_in_batch=40, num_rows_in_batch=20), more(dict(num_items_in_batch=1, num_rows_in_batch=1)))
+@for_batches
+def test_aggregate(loss_type, options, batch):
+    options, rows = with_length(options | dict(loss_type=loss_type), 7), batch.rows["rewards"]
+    x, want, equation = batch["rewards"].requires_grad_(), twin_aggregate(rows, **options), AGGREGATE[loss_type]
     loss = grpo.aggregate(x, batch.mask, **options)
-    assert loss.shape == () and loss.item() == pytest.approx(twin_aggregate(lists, loss_type, L, items, rows), abs=1e-12)
-    loss.backward()
-    assert x.grad.isfinite().all()
-    if not per_sequence:
-        assert_clean_gradient(x, batch.mask)
-        longer = torch.nn.functional.pad(x.detach(), (0, 3), value=nan), torch.nn.functional.pad(batch.mask, (0, 3))
-        close(grpo.aggregate(*longer, **options), loss.detach())                              # more padding changes nothing
+    expect(loss, want, equation, per_token_loss=rows, **options)
+    units = [[[float(i == k)] * n for k, n in enumerate(batch.lengths)] for i in range(len(rows))]
+    slopes = [[twin_aggregate(unit, **options) / n] * n if n else [] for unit, n in zip(units, batch.lengths)]
+    expect(gradient(loss, x), batch.pad(slopes), "each token's weight in " + equation, per_token_loss=rows, **options)
+    if grpo.strict:
+        want_of_rows, pad = twin_aggregate(batch.rows["A"], **options), torch.nn.functional.pad
+        expect(grpo.aggregate(batch["A"][:, None], batch.mask, **options), want_of_rows, "a loss for each answer")
+        longer = grpo.aggregate(pad(x, (0, 3), value=nan), pad(batch.mask, (0, 3)), **options)
+        expect(longer, want, "more padding changes nothing")
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @given(batches(groups=st.integers(2, 3)), st.data())
 def test_any_split_gives_the_whole_value_and_gradient(loss_type, batch, data):
-    options = dict(
-        loss_type=loss_type,
-        max_completion_length=7,
-        num_items_in_batch=sum(batch.lengths),
-        num_rows_in_batch=len(batch.lengths),
-        beta=0.1,
-        old_logps=None,
-    )
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(batch.lengths) - 1), max_size=3)))
-
-    def gradient(parts):
-        logps = batch["logps"].clone().requires_grad_()
-        total = sum(
-            grpo.grpo_loss(
-                logps[a:b],
-                batch["A"][a:b],
-                batch.mask[a:b],
-                **options | dict(ref_logps=batch["ref"][a:b], old_logps=batch["old"][a:b]),
-            )[0]
-            for a, b in parts
-        )
-        total.backward()
-        return total.detach(), logps.grad
-
-    whole, split = gradient([(0, len(batch.lengths))]), gradient(list(zip([0, *cuts], [*cuts, len(batch.lengths)])))
-    close(split[0], whole[0], 1e-11)
-    close(split[1], whole[1], 1e-11)
-
-
-def test_bnpo_is_local():
-    loss, mask = f64([[1.0, nan], [0.0, 0.0]]), torch.tensor([[1, 0], [1, 1]])
-    close(grpo.aggregate(loss, mask, loss_type="bnpo"), 1 / 3)
-    close((grpo.aggregate(loss[:1], mask[:1], loss_type="bnpo") + grpo.aggregate(loss[1:], mask[1:], loss_type="bnpo")) / 2, 0.5)
+    B, logps, losses = len(batch.lengths), batch["logps"].requires_grad_(), []
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, B - 1), max_size=3))), B]
+    options = dict(loss_type=loss_type, max_completion_length=7, beta=0.1, num_rows_in_batch=B)
+    for a, b in [(0, B), *zip(cuts, cuts[1:])]:
+        part = dict(old_logps=batch["old"][a:b], ref_logps=batch["ref"][a:b], num_items_in_batch=sum(batch.lengths))
+        losses.append(grpo.grpo_loss(logps[a:b], batch["A"][a:b], batch.mask[a:b], **options, **part)[0])
+    equation, inputs = "the sum over the parts is the whole", dict(lengths=batch.lengths, cuts=cuts)
+    expect(sum(losses[1:]), losses[0], equation, **inputs)
+    expect(gradient(sum(losses[1:]), logps), gradient(losses[0], logps), equation + ", of the gradient", **inputs)
 
 
 NOTES_LOG_RATIOS = [[0.1, 0.05, -0.1, 0.08, 0.02], [-0.05, 0.1, -0.08, 0.05], [0.08, -0.05, 0.1, 0.05, -0.08, 0.1]]
 
 
-@pytest.mark.parametrize("A, expected", [
-    (f64([1.225, -1.225, 0.0]), dict(grpo=-0.010313, bnpo=-0.092608, dapo=-0.092608, dr_grpo=-0.077174, rows=[-1.26537, 1.23443, 0.0])),
-    (None, dict(grpo=-0.008417, bnpo=-0.075584, dapo=-0.075584, dr_grpo=-0.062986, rows=None))])
-def test_the_three_completions_of_the_notes(A, expected):
-    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    log_ratio = f64([row + [-inf] * (6 - len(row)) for row in NOTES_LOG_RATIOS])
-    A = grpo.group_advantages(f64([1.0, 0.0, 0.5]), 3) if A is None else A                    # TRL's ±0.9998
+@pytest.mark.parametrize("A, losses", [(1.225, [-0.010313, -0.092608, -0.077174, -0.092608]),
+                                       (0.9998, [-0.008417, -0.075584, -0.062986, -0.075584])])
+def test_the_three_completions_of_the_notes(A, losses):
+    A, mask = f64([A, -A, 0.0]), f64([[1] * len(row) + [0] * (6 - len(row)) for row in NOTES_LOG_RATIOS])
     old = torch.full((3, 6), -2.0, dtype=torch.float64)
-    for loss_type in LOSS_TYPES:
-        loss, metrics = grpo.grpo_loss(old + log_ratio, A, mask, old_logps=old, loss_type=loss_type, max_completion_length=6)
-        assert loss.item() == pytest.approx(expected[loss_type], abs=5e-7) and metrics["clip_ratio/region_mean"] == 0.0
-    ratio = grpo.importance_ratio(old + log_ratio, old, mask)
-    assert ratio.min().item() == pytest.approx(0.9048, abs=5e-5) and ratio.max().item() == pytest.approx(1.1052, abs=5e-5)
-    if expected["rows"]:
-        rows = [
-            grpo.aggregate(grpo.clipped_surrogate_loss(ratio, A)[i : i + 1], mask[i : i + 1], loss_type="grpo").item()
-            for i in range(3)
-        ]
-        assert rows == pytest.approx(expected["rows"], abs=5e-6)
-    close(grpo.aggregate(f64([[-0.3], [0.2], [0.0]]), torch.ones(3, 1), loss_type="grpo"), -0.1 / 3)
+    new = old + f64([row + [-inf if grpo.strict else 0.0] * (6 - len(row)) for row in NOTES_LOG_RATIOS])
+    for loss_type, want in zip(LOSS_TYPES, losses):
+        loss = grpo.grpo_loss(new, A, mask, old_logps=old, **with_length(dict(loss_type=loss_type), 6))[0]
+        expect(loss, want, AGGREGATE[loss_type] + " of the notes", 1e-6, advantages=A)
+    ratio = grpo.importance_ratio(new, old, mask)[mask == 1]
+    expect(torch.stack([ratio.min(), ratio.max()]), [0.9048, 1.1052], RATIO, 5e-5)
+    tokens = grpo.clipped_surrogate_loss((new - old).exp(), f64([1.225, -1.225, 0.0]))
+    rows = [grpo.aggregate(tokens[i : i + 1], mask[i : i + 1], loss_type="grpo") for i in range(3)]
+    expect(torch.stack(rows), [-1.26537, 1.23443, 0.0], "the losses of the three completions", 5e-6)
+    rows = f64([[-0.3], [0.2], [0.0]])
+    expect(grpo.aggregate(rows, torch.ones_like(rows), loss_type="grpo"), -0.1 / 3, "their question 11")
 
 
 # §8 The loss ---------------------------------------------------------------------------------------------------------
 
-loss_options = st.fixed_dictionaries(
-    {
-        "policy_loss": st.sampled_from(["clip", "cispo", "sapo"]),
-        "importance_sampling_level": st.sampled_from(["token", "sequence"]),
-        "loss_type": st.sampled_from(LOSS_TYPES),
-        "beta": st.sampled_from([0.0, 0.1]),
-        "use_bias_correction_kl": st.booleans(),
-        "delta": st.sampled_from([None, 1.5]),
-        "epsilon_low": st.sampled_from([0.2, 0.1]),
-        "epsilon_high": st.sampled_from([0.2, 0.4]),
-        "top_entropy_quantile": st.sampled_from([1.0, 0.5]),
-        "sampling_cap": st.sampled_from([2.0, 1.1]),
-        "kl_estimator": st.sampled_from(["k1", "k2", "k3"]),
-    }
-)
+DEFAULTS = dict(policy_loss="clip", loss_type="dapo", importance_sampling_level="token", delta=None, beta=0.0,
+                epsilon_low=0.2, epsilon_high=0.2, use_bias_correction_kl=False, kl_estimator="k3",
+                top_entropy_quantile=1.0, sampling_cap=2.0)
+OTHERS = dict(policy_loss=["cispo", "sapo"], loss_type=["grpo", "bnpo", "dr_grpo"], delta=[2.0], beta=[0.1],
+              importance_sampling_level=["sequence"], epsilon_low=[0.1, 0.0], epsilon_high=[0.4, 0.0, 0.8],
+              use_bias_correction_kl=[True], kl_estimator=["k1", "k2"], top_entropy_quantile=[0.5], sampling_cap=[1.1])
+any_options = st.fixed_dictionaries({k: st.sampled_from([default, *OTHERS[k]]) for k, default in DEFAULTS.items()})
 
 
-def twin_loss(batch, o, per_token, on_policy, corrected):
-    rows, entropies = [], sorted(h for row in batch.rows("entropies") for h in row)
-    position = (1 - o["top_entropy_quantile"]) * (len(entropies) - 1) if entropies else 0
-    lo, hi = math.floor(position), math.ceil(position)
-    threshold = entropies[lo] + (position - lo) * (entropies[hi] - entropies[lo]) if entropies else 0
-    counts = {"low": [], "high": [], "kl": []}
-    for i, n in enumerate(batch.lengths):
-        logps, old = batch.rows("logps")[i], batch.rows("logps" if on_policy else "old")[i]
-        d = [p - q for p, q in zip(logps, old)]
-        sequence = o["importance_sampling_level"] == "sequence"
-        d = [sum(d) / n] * n if sequence and n else d
-        row = []
-        for t in range(n):
-            r, A = math.exp(d[t]), batch.rows("tokens")[i][t] if per_token else batch.rows("A")[i]
+def twin_loss(batch, o, per="row", old="old", corrected=False):
+    """The loss and the metrics, token by token."""
+    threshold, ratios = twin_threshold(batch, o["top_entropy_quantile"]), [
+        twin_importance(p, q, o["importance_sampling_level"]) for p, q in zip(batch.rows["logps"], batch.rows[old])]
+    rows, metrics = [], {"clip_ratio/low_mean": [], "clip_ratio/high_mean": [], "clip_ratio/region_mean": [], "kl": []}
+    for i, As in enumerate(batch.rows["A" if per == "row" else "A of tokens"]):
+        rows.append([])
+        for t, (A, r) in enumerate(zip(As, ratios[i])):
+            logp, tau = batch.rows["logps"][i][t], 1.0 if A > 0 else 1.05
+            low, high, loss = 0.0, inf, -4 / tau * A / (1 + math.exp(-tau * (r - 1)))
             if o["policy_loss"] == "clip":
-                low, high, l = (
-                    1 - o["epsilon_low"],
-                    1 + o["epsilon_high"],
-                    twin_clipped(r, A, o["epsilon_low"], o["epsilon_high"], o["delta"]),
-                )
+                low, high = 1 - o["epsilon_low"], 1 + o["epsilon_high"]
+                loss = twin_clipped(r, A, o["epsilon_low"], o["epsilon_high"], o["delta"])
             elif o["policy_loss"] == "cispo":
-                low, high, l = 0, o["epsilon_high"], -min(r, o["epsilon_high"]) * A * logps[t]
-            else:
-                tau = 1.0 if A > 0 else 1.05
-                low, high, l = 0, inf, -4 / tau * A / (1 + math.exp(-tau * (r - 1)))
-            if o["top_entropy_quantile"] < 1:
-                l *= batch.rows("entropies")[i][t] >= threshold
+                high, loss = o["epsilon_high"], -min(r, o["epsilon_high"]) * A * logp
+            if o["top_entropy_quantile"] < 1 and batch.rows["entropies"][i][t] < threshold:
+                loss = 0.0
             if corrected:
-                l *= min(math.exp(old[t] - batch.rows("sampled")[i][t]), o["sampling_cap"])
-            kl = TWIN_KL[o["kl_estimator"]](logps[t] - batch.rows("ref")[i][t]) * (r if o["use_bias_correction_kl"] else 1)
-            row.append(l + o["beta"] * kl)
-            counts["kl"].append(kl)
-            counts["low"].append(float(r < low and A < 0))
-            counts["high"].append(float(r > high and A > 0))
-        rows.append(row)
-    return twin_aggregate(rows, o["loss_type"], 7), {k: statistics.fmean(v) if v else 0.0 for k, v in counts.items()}
+                loss *= min(math.exp(batch.rows[old][i][t] - batch.rows["sampled"][i][t]), o["sampling_cap"])
+            kl = TWIN_KL[o["kl_estimator"]](logp - batch.rows["ref"][i][t]) * (r if o["use_bias_correction_kl"] else 1)
+            rows[i].append(loss + o["beta"] * kl)
+            clipped = [float(r < low and A < 0), float(r > high and A > 0)]
+            for name, value in zip(metrics, [*clipped, sum(clipped), kl]):
+                metrics[name].append(value)
+    if o["importance_sampling_level"] == "sequence":
+        for name in list(metrics)[:3]:              # a row counts once, where any of its tokens clips
+            tokens = iter(metrics[name])
+            metrics[name] = [max(itertools.islice(tokens, n), default=0.0) for n in batch.lengths]
+    metrics["entropy"] = sum(batch.rows["entropies"], [])
+    return twin_aggregate(rows, o["loss_type"], 7), {k: statistics.fmean(v) if v else 0.0 for k, v in metrics.items()}
 
 
-@settings(max_examples=150)
-@given(batches(min_length=1), loss_options, st.booleans(), st.booleans(), st.booleans())
-def test_grpo_loss(batch, o, per_token, on_policy, corrected):
-    (logps,) = requires_grad(batch, "logps")
+@options(dict(loss_type="grpo"), dict(loss_type="bnpo"), dict(loss_type="dr_grpo"), dict(beta=0.1),
+         dict(epsilon_low=0.1, epsilon_high=0.5), dict(loss_type="grpo", importance_sampling_level="sequence"))
+@for_batches
+def test_grpo_loss(options, batch):
+    ref = dict(ref_logps=batch["ref"]) if "beta" in options else {}
+    options = with_length(options, 7)
+    loss = grpo.grpo_loss(batch["logps"], batch["A"], batch.mask, old_logps=batch["old"], **ref, **options)
+    inputs, want = batch.of("logps", "old", "ref", "A") | options, twin_loss(batch, DEFAULTS | options)[0]
+    expect(loss[0], want, "loss = aggregate(-min(ρ·A, clip(ρ)·A) + β·k3)", **inputs)
+
+
+@beyond
+@settings(max_examples=5 * settings().max_examples)
+@given(batches(), any_options, st.sampled_from(["row", "token"]), st.sampled_from(["old", "logps"]), st.booleans())
+def test_grpo_loss_with_any_options(batch, o, per, old, corrected):
+    if o["policy_loss"] == "cispo":                 # whose bound is a cap
+        o = o | dict(epsilon_high=1 + o["epsilon_high"])
+    logps, A = batch["logps"].requires_grad_(), batch["A" if per == "row" else "A of tokens"]
+    constants = [batch[name].requires_grad_() for name in ("ref", "entropies", "old", "sampled")]
     loss, metrics = grpo.grpo_loss(
-        logps,
-        batch["tokens"] if per_token else batch["A"],
-        batch.mask,
-        old_logps=None if on_policy else batch["old"],
-        ref_logps=batch["ref"],
-        entropies=batch["entropies"],
-        sampling_logps=batch["sampled"] if corrected else None,
-        max_completion_length=7,
-        **o,
-    )
-    want, counts = twin_loss(batch, o, per_token, on_policy, corrected)
-    assert loss.item() == pytest.approx(want, abs=1e-10)
+        logps, A, batch.mask, ref_logps=constants[0], entropies=constants[1], max_completion_length=7,
+        old_logps=constants[2] if old == "old" else None, sampling_logps=constants[3] if corrected else None, **o)
+    want, want_metrics = twin_loss(batch, o, per, old, corrected)
+    expect(loss, want, "the loss, token by token", advantages=batch.A, **o)
     loss.backward()
-    assert_clean_gradient(logps, batch.mask)
-    assert all(type(value) is float for value in metrics.values())
-    assert metrics["kl"] == pytest.approx(counts["kl"], abs=1e-10)
-    assert metrics["entropy"] == pytest.approx(statistics.fmean([h for row in batch.rows("entropies") for h in row]), abs=1e-10)
-    if o["importance_sampling_level"] == "token":
-        assert metrics["clip_ratio/low_mean"] == pytest.approx(counts["low"], abs=1e-12)
-        assert metrics["clip_ratio/high_mean"] == pytest.approx(counts["high"], abs=1e-12)
-    assert metrics["clip_ratio/region_mean"] == pytest.approx(metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"], abs=1e-12)
+    assert logps.grad.isfinite().all() and not logps.grad[batch.mask == 0].any()
+    assert not any(x.grad is not None for x in constants)
+    assert all(type(value) is float for value in metrics.values()) and set(metrics) == set(want_metrics)
+    for name in metrics:
+        tolerance = 1e-7 if "clip" in name else 1e-10                   # a mean of zeros and ones is one of float32
+        assert metrics[name] == pytest.approx(want_metrics[name], abs=tolerance), name
 
 
-def test_gradient_of_the_loss_by_finite_differences():
+@pytest.mark.parametrize("options", [
+    *[dict(loss_type=a) | b for a in LOSS_TYPES for b in ({}, SEQUENCE)], dict(beta=0.3),
+    *map(more, [dict(policy_loss="sapo"), dict(delta=1.3), dict(beta=0.3, use_bias_correction_kl=True),
+                SEQUENCE | dict(policy_loss="sapo", top_entropy_quantile=0.5)])], ids=str)
+def test_gradient_of_the_loss_by_finite_differences(options):
     torch.manual_seed(0)
-    logps, old, ref = (torch.randn(4, 3, dtype=torch.float64) * 0.5 - 2 for _ in range(3))
-    mask, A = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]), f64([1.0, -1.0, 0.5, -0.5])
-    for o in itertools.product(["clip", "sapo"], ["token", "sequence"], LOSS_TYPES, [None, 1.3]):
-        f = lambda x: grpo.grpo_loss(
-            x,
-            A,
-            mask,
-            old_logps=old,
-            ref_logps=ref,
-            beta=0.3,
-            policy_loss=o[0],
-            importance_sampling_level=o[1],
-            loss_type=o[2],
-            delta=o[3],
-            max_completion_length=5,
-            use_bias_correction_kl=True,
-        )[0]
-        assert torch.autograd.gradcheck(f, logps.clone().requires_grad_())
-
-
-@pytest.mark.parametrize(
-    "A, r, delta, want",
-    [(-1.0, 9.0, None, 9.0), (-1.0, 9.0, 3.0, 3.0), (-1.0, 0.5, 3.0, 0.8), (1.0, 9.0, 3.0, -1.2), (1.0, 0.5, 3.0, -0.5)],
-)
-def test_the_loss_passes_its_bounds_on(A, r, delta, want):
-    x = f64([[math.log(r)]])
-    close(grpo.grpo_loss(x, f64([A]), torch.ones(1, 1), old_logps=torch.zeros_like(x), delta=delta)[0], want)
-    close(grpo.clipped_surrogate_loss(x.exp(), f64([A]), delta=delta), [[want]])
-
-
-def test_metrics_at_the_edge_of_the_clip_and_of_one_token():
-    x, mask, A = f64([[-1.0, nan, nan], [nan, nan, nan]]), torch.tensor([[1, 0, 0], [0, 0, 0]]), f64([1.0, -1.0])
-    for policy_loss, low, high in (("clip", 0.0, 0.0), ("cispo", 0.0, 1.0)):                  # ρ = 1 stands on the bound: not clipped
-        for sign in (1, -1):
-            metrics = grpo.grpo_loss(x, sign * A, mask, policy_loss=policy_loss, epsilon_low=low, epsilon_high=high, entropies=-x)[1]
-            assert metrics == {"entropy": 1.0, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "clip_ratio/region_mean": 0.0}
-    assert grpo.grpo_loss(x, A, mask, use_bias_correction_kl=True)[0].item() == -1.0          # there is no KL to correct
-    close(grpo.aggregate(f64([[3.0]]), torch.ones(1, 1), loss_type="dapo", num_items_in_batch=1), 3.0)
-
-
-def test_sequence_level_metrics_are_means_over_rows():
-    old, mask = torch.full((4, 3), -2.0, dtype=torch.float64), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
-    logps = old + f64([[0.5], [-0.5], [0.0], [-0.5]])
-    _, metrics = grpo.grpo_loss(logps, f64([1.0, -1.0, 1.0, 1.0]), mask, old_logps=old, importance_sampling_level="sequence")
-    assert metrics == {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.5}
-    _, metrics = grpo.grpo_loss(logps, f64([1.0, -1.0, 1.0, 1.0]), mask, old_logps=old)
-    assert metrics == {
-        "clip_ratio/low_mean": pytest.approx(1 / 9),
-        "clip_ratio/high_mean": pytest.approx(3 / 9),
-        "clip_ratio/region_mean": pytest.approx(4 / 9),
-    }
+    logps, old, ref, H = torch.randn(4, 4, 3, dtype=torch.float64) * 0.5 - 2
+    mask, A = f64([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]), f64([1.0, -1.0, 0.5, -0.5])
+    options = with_length(options, 5) | (dict(entropies=H) if "top_entropy_quantile" in options else {})
+    options = options | (dict(ref_logps=ref) if "beta" in options else {})
+    loss = lambda x: grpo.grpo_loss(x, A, mask, old_logps=old, **options)[0]
+    assert torch.autograd.gradcheck(loss, logps.requires_grad_())
 
 
 def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforce():
     theta, logps, _ = enumeration()
-    A = grpo.group_advantages(f64([1.0, 0.0, 0.5] * 3), 3, eps=0.0)
-    loss, metrics = grpo.grpo_loss(logps, A, torch.ones(9, 2))
-    assert loss.item() == pytest.approx(0.0, abs=1e-12) and metrics["clip_ratio/region_mean"] == 0.0
-    got = torch.autograd.grad(loss, theta, retain_graph=True)[0]
-    close(got, torch.autograd.grad(-(A[:, None] * logps).sum() / 18, theta, retain_graph=True)[0])
-    assert got.norm() > 0.01
-    ragged = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 6)
-    assert grpo.grpo_loss(logps, A * f64([2.0] * 3 + [1.0] * 6) + f64([0.5] * 3 + [-0.25] * 6), ragged)[
-        0
-    ].item() != pytest.approx(0.0, abs=1e-3)
-    close(grpo.grpo_loss(logps, A, torch.ones(9, 2), old_logps=logps.detach())[0], loss)
+    A, mask = f64([1.0, -1.0, 0.0] * 3), torch.ones(9, 2, dtype=torch.float64)
+    loss = grpo.grpo_loss(logps, A, mask)[0]
+    expect(loss, 0.0, "on-policy, equal lengths: the loss is -mean A = 0", advantages=A)
+    want = gradient(-(A[:, None] * logps).sum() / 18, theta)
+    assert want.norm() > 0.01
+    expect(gradient(loss, theta), want, "on-policy the gradient is REINFORCE's: -mean of A·∇log π", advantages=A)
+    expect(grpo.grpo_loss(logps, A, mask, old_logps=logps.detach())[0], loss, "old_logps=None means the detached logps")
+    loss = grpo.grpo_loss(logps, A + f64([1.0] * 3 + [0.0] * 6), f64([[1, 1]] * 3 + [[1, 0]] * 6))[0]
+    expect(loss, -0.5, "at ragged lengths the loss is -Σ A·m / Σ m")
+    rewards, loss = f64([1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 2.0]), 0.0
+    for p, logp, reward in zip(logps.detach().sum(1).exp(), logps[:, None], rewards[:, None]):
+        loss = loss + p * grpo.grpo_loss(logp, reward, f64([[1, 1]]), loss_type="dr_grpo", max_completion_length=1)[0]
+    value = logps.sum(1).exp() * rewards
+    expect(gradient(loss, theta), -gradient(value, theta), "E ∇loss = -∇ E[r]", rewards=rewards)
 
 
-def test_the_expected_gradient_is_the_policy_gradient():
-    theta, logps, _ = enumeration()
-    rewards = f64([1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 2.0])
-    probabilities = logps.detach().sum(1).exp()
-    surrogate = sum(
-        p
-        * grpo.grpo_loss(logps[i : i + 1], rewards[i : i + 1], torch.ones(1, 2), loss_type="dr_grpo", max_completion_length=1)[0]
-        for i, p in enumerate(probabilities)
-    )
-    value = (logps.sum(1).exp() * rewards).sum()
-    close(torch.autograd.grad(surrogate, theta, retain_graph=True)[0], -torch.autograd.grad(value, theta)[0])
-
-
-def test_a_batch_without_a_token_is_zero():
-    x, mask = torch.full((2, 3), nan, dtype=torch.float64, requires_grad=True), torch.zeros(2, 3)
+@beyond
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)], ids=str)
+def test_a_batch_without_a_token_is_zero(shape):
     for loss_type, level in itertools.product(LOSS_TYPES, ("token", "sequence")):
-        loss, metrics = grpo.grpo_loss(
-            x,
-            f64([1.0, -1.0]),
-            mask,
-            old_logps=x.detach(),
-            ref_logps=x.detach(),
-            entropies=x.detach(),
-            beta=0.1,
-            top_entropy_quantile=0.5,
-            loss_type=loss_type,
-            importance_sampling_level=level,
-            max_completion_length=3,
-        )
-        loss.backward()
-        assert loss.item() == 0.0 and set(metrics.values()) == {0.0} and not x.grad.any()
+        x = torch.full(shape, nan, dtype=torch.float64, requires_grad=True)
+        constants = dict.fromkeys(["old_logps", "ref_logps", "entropies", "sampling_logps"], x.detach())
+        options = with_length(dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1), 3)
+        options |= dict(top_entropy_quantile=0.5)
+        loss, metrics = grpo.grpo_loss(x, torch.ones(len(x)), torch.zeros(shape), **constants, **options)
+        assert loss.item() == 0.0 and set(metrics.values()) == {0.0} and not gradient(loss, x).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_dtypes_are_kept(dtype):
-    x, mask, A = torch.full((4, 3), -1.0, dtype=dtype), torch.ones(4, 3), torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=dtype)
-    results = [
-        *grpo.group_stats(A, 2),
-        grpo.group_advantages(A, 2),
-        grpo.group_advantages(A, 2, scale_rewards="batch"),
-        grpo.leave_one_out_advantages(A, 2),
-        grpo.process_advantages(x, torch.zeros(4, 3, dtype=torch.long), mask, 2),
-        *grpo.gae_advantages(x, x, mask),
-        grpo.broadcast_advantages(A, mask),
-        grpo.combine_rewards(x, [1.0, 2.0, 3.0]),
-        grpo.selective_log_softmax(x[None], torch.zeros(1, 4, dtype=torch.long)),
-        grpo.entropy_from_logits(x[None]),
-        grpo.importance_ratio(x, x, mask),
-        grpo.clip_ratio(x),
-        grpo.clipped_surrogate_loss(x, A),
-        grpo.cispo_loss(x, x, A),
-        grpo.sapo_loss(x, A),
-        grpo.truncated_importance_ratio(x, x),
-        grpo.kl_estimate(x, x),
-        grpo.kl_penalized_rewards(A, x, x, mask, beta=0.1),
-        grpo.top_entropy_mask(-x, mask.to(dtype), 0.5),
-        *(grpo.aggregate(x, mask, loss_type=kind, max_completion_length=3) for kind in LOSS_TYPES),
-        grpo.grpo_loss(x, A, mask)[0],
-    ]
-    assert {result.dtype for result in results} == {dtype}
+# Every function's signature, shapes, dtypes and errors ---------------------------------------------------------------
+# Each function's signature, the axes of its tensors (a number stands for itself), and those of its results.
 
-
-# Wrong input ---------------------------------------------------------------------------------------------------------
-
-DEFAULTS = {  # part of the contract: what a call without options computes
-    "group_stats": dict(correction=1),
-    "group_advantages": dict(scale_rewards="group", correction=1, eps=1e-4),
-    "process_advantages": dict(correction=1, eps=1e-4),
-    "gae_advantages": dict(gamma=1.0, lam=0.95),
-    "per_token_logps": dict(temperature=1.0, compute_entropy=False),
-    "importance_ratio": dict(importance_sampling_level="token"),
-    "clip_ratio": dict(epsilon_low=0.2, epsilon_high=0.2),
-    "clipped_surrogate_loss": dict(epsilon_low=0.2, epsilon_high=0.2, delta=None),
-    "cispo_loss": dict(epsilon_high=5.0),
-    "sapo_loss": dict(temperature_pos=1.0, temperature_neg=1.05),
-    "truncated_importance_ratio": dict(cap=2.0),
-    "kl_estimate": dict(estimator="k3"),
-    "aggregate": dict(max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None),
-    "grpo_loss": dict(
-        old_logps=None,
-        ref_logps=None,
-        entropies=None,
-        sampling_logps=None,
-        beta=0.0,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        delta=None,
-        loss_type="dapo",
-        importance_sampling_level="token",
-        policy_loss="clip",
-        top_entropy_quantile=1.0,
-        kl_estimator="k3",
-        use_bias_correction_kl=False,
-        sampling_cap=2.0,
-        max_completion_length=None,
-        num_items_in_batch=None,
-        num_rows_in_batch=None,
-    ),
+EPS, BOUNDS = "correction=1, eps=0.0001", "epsilon_low=0.2, epsilon_high=0.2"
+WHOLE = "max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None"
+CALLS = {
+    "combine_rewards": ("(rewards_per_func, reward_weights=None)", "BF F", "B"),
+    "group_stats": ("(rewards, num_generations, *, correction=1)", "B 2", "P P"),
+    "group_advantages": (f"(rewards, num_generations, *, scale_rewards='group', {EPS})", "B 2", "B"),
+    "leave_one_out_advantages": ("(rewards, num_generations)", "B 2", "B"),
+    "process_advantages": (f"(step_rewards, step_ends, completion_mask, num_generations, *, {EPS})",
+                           "BS BS BT 2", "BT"),
+    "gae_advantages": ("(rewards, values, completion_mask, *, gamma=1.0, lam=0.95)", "BT BT BT", "BT BT"),
+    "broadcast_advantages": ("(advantages, completion_mask)", "B BT", "BT"),
+    "completion_mask": ("(completion_ids, eos_token_ids)", "BT 1", "BT"),
+    "selective_log_softmax": ("(logits, index)", "BTV BT", "BT"),
+    "entropy_from_logits": ("(logits)", "BTV", "BT"),
+    "per_token_logps": ("(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0, "
+                        "compute_entropy=False)", "model BL BL BT BT compute_entropy=1", "BT BT"),
+    "importance_ratio": ("(logps, old_logps, completion_mask, *, importance_sampling_level='token')", "BT BT BT", "BT"),
+    "clip_ratio": (f"(ratio, {BOUNDS})", "BT", "BT"),
+    "clipped_surrogate_loss": (f"(ratio, advantages, *, {BOUNDS}, delta=None)", "BT B", "BT"),
+    "cispo_loss": ("(logps, ratio, advantages, *, epsilon_high=5.0)", "BT BT B", "BT"),
+    "sapo_loss": ("(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05)", "BT B", "BT"),
+    "truncated_importance_ratio": ("(old_logps, sampling_logps, *, cap=2.0)", "BT BT", "BT"),
+    "kl_estimate": ("(logps, ref_logps, *, estimator='k3')", "BT BT", "BT"),
+    "kl_penalized_rewards": ("(scores, logps, ref_logps, completion_mask, *, beta)", "B BT BT BT beta=1", "BT"),
+    "top_entropy_mask": ("(entropies, completion_mask, quantile)", "BT BT 1", "BT"),
+    "aggregate": (f"(per_token_loss, completion_mask, *, loss_type, {WHOLE})", "BT BT loss_type=grpo", ""),
+    "grpo_loss": ("(logps, advantages, completion_mask, *, old_logps=None, ref_logps=None, entropies=None, "
+                  f"sampling_logps=None, beta=0.0, {BOUNDS}, delta=None, loss_type='dapo', "
+                  "importance_sampling_level='token', policy_loss='clip', top_entropy_quantile=1.0, kl_estimator='k3', "
+                  f"use_bias_correction_kl=False, sampling_cap=2.0, {WHOLE})",
+                  "BT B BT old_logps=BT ref_logps=BT entropies=BT sampling_logps=BT beta=1 top_entropy_quantile=0", ""),
 }
+SIZES = dict(B=4, T=3, V=5, S=2, F=2, L=2, P=2)
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name):
-    parameters = inspect.signature(getattr(grpo, name)).parameters
-    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+def arguments(name, dtype=torch.float64):
+    """The arguments of a call after CALLS, by name, and the axes of its tensors."""
+    torch.manual_seed(0)
+    names = re.findall(r"(\w+)(?==|,|\))", CALLS[name][0])
+    pairs = [word.split("=") if "=" in word else (names[i], word) for i, word in enumerate(CALLS[name][1].split())]
+    values, axes = {}, {parameter: letters for parameter, letters in pairs if letters.isupper()}
+    for parameter, letters in pairs:
+        values[parameter] = torch.randn([SIZES[axis] for axis in axes.get(parameter, "")]).to(dtype)
+        if parameter not in axes:
+            values[parameter] = {"0": 0, "1": 1, "2": 2, "model": causal_lm("llama")}.get(letters, letters)
+        elif "mask" in parameter:
+            masks = {"BL": [[0, 1], [1, 1], [1, 1], [0, 1]], "BT": [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]}
+            values[parameter] = torch.tensor(masks[letters])
+        elif re.search("ids|index|ends", parameter):
+            values[parameter] = torch.randint(3, values[parameter].shape)
+    return values, axes
 
 
-X, M, V = torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4)
-IDS = torch.zeros(4, 3, dtype=torch.long)
-WRONG = [  # the argument that the message must name, and the call
-    ("rewards", lambda: grpo.group_stats(X, 2)),
-    ("rewards", lambda: grpo.group_stats([1.0, 2.0], 2)),
-    ("rewards", lambda: grpo.group_stats(IDS[:, 0], 2)),
-    ("num_generations", lambda: grpo.group_stats(V, 3)),
-    ("num_generations", lambda: grpo.group_stats(V, 1)),
-    ("num_generations", lambda: grpo.group_stats(V, 0)),
-    ("num_generations", lambda: grpo.group_stats(V, 2.0)),
-    ("correction", lambda: grpo.group_stats(V, 2, correction=-1)),
-    ("correction", lambda: grpo.group_stats(V, 2, correction=nan)),
-    ("num_generations", lambda: grpo.group_advantages(V, 3)),
-    ("num_generations", lambda: grpo.group_advantages(V, 1)),
-    ("num_generations", lambda: grpo.group_advantages(V, -2)),
-    ("eps", lambda: grpo.group_advantages(V, 2, eps=-1e-4)),
-    ("eps", lambda: grpo.group_advantages(V, 2, eps=nan)),
-    ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards="std")),
-    ("scale_rewards", lambda: grpo.group_advantages(V, 2, scale_rewards=True)),
-    ("rewards", lambda: grpo.group_advantages(V.to(torch.complex64), 2)),
-    ("num_generations", lambda: grpo.leave_one_out_advantages(V, 1)),
-    ("num_generations", lambda: grpo.leave_one_out_advantages(V, 3)),
-    ("rewards", lambda: grpo.leave_one_out_advantages(X, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, X, M, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, IDS[:, :2], M, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, IDS + 3, M, 2)),
-    ("step_ends", lambda: grpo.process_advantages(X, IDS - 1, M, 2)),
-    ("completion_mask", lambda: grpo.process_advantages(X, IDS, M[:2], 2)),
-    ("num_generations", lambda: grpo.process_advantages(X, IDS, M, 3)),
-    ("eps", lambda: grpo.process_advantages(X, IDS, M, 2, eps=nan)),
-    ("correction", lambda: grpo.process_advantages(X, IDS, M, 2, correction=nan)),
-    ("correction", lambda: grpo.group_advantages(V, 2, correction=nan)),
-    ("step_ends", lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 2]] * 3 + [[0, 1, 3]]), M, 2)),
-    ("advantages", lambda: grpo.clipped_surrogate_loss(X[:, :1], V[:3])),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:3, :1], V)),
-    ("advantages", lambda: grpo.sapo_loss(X[:, :1], V[:3])),
-    ("completion_mask", lambda: grpo.aggregate(X[:3, :1], M, loss_type="grpo")),
-    ("entropies", lambda: grpo.grpo_loss(X, V, M, entropies=V)),
-    ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_low=nan)),
-    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", epsilon_high=nan)),
-    ("delta", lambda: grpo.grpo_loss(X, V, M, policy_loss="sapo", delta=nan)),
-    ("advantages", lambda: grpo.grpo_loss(X, torch.zeros(5, 3), M)),
-    ("step_rewards", lambda: grpo.process_advantages(V, IDS, M, 2)),
-    ("values", lambda: grpo.gae_advantages(X, X[:, :2], M)),
-    ("gamma", lambda: grpo.gae_advantages(X, X, M, gamma=1.1)),
-    ("lam", lambda: grpo.gae_advantages(X, X, M, lam=-0.1)),
-    ("completion_mask", lambda: grpo.gae_advantages(X, X, M[:, :2])),
-    ("lam", lambda: grpo.gae_advantages(X, X, M, lam=nan)),
-    ("advantages", lambda: grpo.broadcast_advantages(X, M)),
-    ("completion_mask", lambda: grpo.broadcast_advantages(V, M[:3])),
-    ("rewards_per_func", lambda: grpo.combine_rewards(V)),
-    ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, 2.0])),
-    ("reward_weights", lambda: grpo.combine_rewards(X, [1.0, nan, 1.0])),
-    ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, 6)),
-    ("soft_punish_cache", lambda: grpo.get_soft_overlong_punishment(5, -1)),
-    ("max_completion_len", lambda: grpo.get_soft_overlong_punishment(-5, 0)),
-    ("completion_ids", lambda: grpo.completion_mask(X, 1)),
-    ("completion_ids", lambda: grpo.completion_mask([[1]], 1)),
-    ("eos_token_ids", lambda: grpo.completion_mask(IDS, None)),
-    ("completion_ids", lambda: grpo.completion_mask(IDS.to(torch.complex64), 1)),
-    ("estimator", lambda: grpo.kl_estimate(X, X, estimator=3)),
-    ("estimator", lambda: grpo.kl_estimate(X, X, estimator=V.numpy())),
-    ("loss_type", lambda: grpo.aggregate(X, M, loss_type=None)),
-    ("eos_token_ids", lambda: grpo.completion_mask(IDS, 1.5)),
-    ("completion_ids", lambda: grpo.completion_mask(IDS[0], 1)),
-    ("index", lambda: grpo.selective_log_softmax(X[None], IDS)),
-    ("index", lambda: grpo.selective_log_softmax(X[None], X[:1])),
-    ("logits", lambda: grpo.selective_log_softmax(X, IDS)),
-    ("logits", lambda: grpo.entropy_from_logits(X)),
-    ("logits", lambda: grpo.entropy_from_logits(IDS[None])),
-    ("old_logps", lambda: grpo.importance_ratio(X, X[:2], M)),
-    ("completion_mask", lambda: grpo.importance_ratio(X, X, M[:, :1])),
-    ("logps", lambda: grpo.importance_ratio(V, X, M)),
-    ("importance_sampling_level", lambda: grpo.importance_ratio(X, X, M, importance_sampling_level="word")),
-    ("ratio", lambda: grpo.clip_ratio(V)),
-    ("epsilon_low", lambda: grpo.clip_ratio(X, -0.1)),
-    ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, nan)),
-    ("epsilon_high", lambda: grpo.clip_ratio(X, 0.1, "0.2")),
-    ("advantages", lambda: grpo.clipped_surrogate_loss(X, V[:3])),
-    ("advantages", lambda: grpo.clipped_surrogate_loss(X, X[:, :1])),
-    ("advantages", lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3))),
-    ("epsilon_low", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_low=-1)),
-    ("epsilon_high", lambda: grpo.clipped_surrogate_loss(X, V, epsilon_high=nan)),
-    ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=0)),
-    ("delta", lambda: grpo.clipped_surrogate_loss(X, V, delta=nan)),
-    ("ratio", lambda: grpo.clipped_surrogate_loss(V, V)),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:, :2], V)),
-    ("ratio", lambda: grpo.cispo_loss(X, X[:3], V)),
-    ("epsilon_high", lambda: grpo.cispo_loss(X, X, V, epsilon_high=-1)),
-    ("advantages", lambda: grpo.cispo_loss(X, X, V[:2])),
-    ("logps", lambda: grpo.cispo_loss(V, X, V)),
-    ("temperature_pos", lambda: grpo.sapo_loss(X, V, temperature_pos=0)),
-    ("temperature_neg", lambda: grpo.sapo_loss(X, V, temperature_neg=nan)),
-    ("advantages", lambda: grpo.sapo_loss(X, V[:2])),
-    ("ratio", lambda: grpo.sapo_loss(V, V)),
-    ("cap", lambda: grpo.truncated_importance_ratio(X, X, cap=0)),
-    ("sampling_logps", lambda: grpo.truncated_importance_ratio(X, V)),
-    ("old_logps", lambda: grpo.truncated_importance_ratio(V, V)),
-    ("estimator", lambda: grpo.kl_estimate(X, X, estimator="k4")),
-    ("ref_logps", lambda: grpo.kl_estimate(X, X[:, :1])),
-    ("logps", lambda: grpo.kl_estimate(V, V)),
-    ("scores", lambda: grpo.kl_penalized_rewards(X, X, X, M, beta=0.1)),
-    ("beta", lambda: grpo.kl_penalized_rewards(V, X, X, M, beta=-1)),
-    ("ref_logps", lambda: grpo.kl_penalized_rewards(V, X, V, M, beta=1)),
-    ("logps", lambda: grpo.kl_penalized_rewards(V, V, X, M, beta=1)),
-    ("completion_mask", lambda: grpo.kl_penalized_rewards(V, X, X, V, beta=1)),
-    ("quantile", lambda: grpo.top_entropy_mask(X, M, 1.5)),
-    ("quantile", lambda: grpo.top_entropy_mask(X, M, nan)),
-    ("entropies", lambda: grpo.top_entropy_mask(V, M, 0.5)),
-    ("completion_mask", lambda: grpo.top_entropy_mask(X, M[:2], 0.5)),
-    ("loss_type", lambda: grpo.aggregate(X, M, loss_type="mean")),
-    ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="dr_grpo")),
-    ("completion_mask", lambda: grpo.aggregate(X, M[:, :2], loss_type="grpo")),
-    ("max_completion_length", lambda: grpo.aggregate(X, M, loss_type="grpo", max_completion_length=0)),
-    ("num_items_in_batch", lambda: grpo.aggregate(X, M, loss_type="dapo", num_items_in_batch=-1)),
-    ("num_rows_in_batch", lambda: grpo.aggregate(X, M, loss_type="grpo", num_rows_in_batch=0)),
-    ("per_token_loss", lambda: grpo.aggregate(V, M, loss_type="grpo")),
-    ("ref_logps", lambda: grpo.grpo_loss(X, V, M, beta=0.1)),
-    ("entropies", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=0.5)),
-    ("beta", lambda: grpo.grpo_loss(X, V, M, beta=nan)),
-    ("advantages", lambda: grpo.grpo_loss(X, V[:3], M)),
-    ("old_logps", lambda: grpo.grpo_loss(X, V, M, old_logps=V)),
-    ("policy_loss", lambda: grpo.grpo_loss(X, V, M, policy_loss="ppo")),
-    ("kl_estimator", lambda: grpo.grpo_loss(X, V, M, kl_estimator="k9")),
-    ("sampling_cap", lambda: grpo.grpo_loss(X, V, M, sampling_cap=0)),
-    ("delta", lambda: grpo.grpo_loss(X, V, M, delta=-1)),
-    ("epsilon_low", lambda: grpo.grpo_loss(X, V, M, epsilon_low=nan)),
-    ("epsilon_high", lambda: grpo.grpo_loss(X, V, M, epsilon_high=-1)),
-    ("logps", lambda: grpo.grpo_loss(V, V, M)),
-    ("completion_mask", lambda: grpo.grpo_loss(X, V, V)),
-    ("sampling_logps", lambda: grpo.grpo_loss(X, V, M, sampling_logps=V)),
-    ("max_completion_length", lambda: grpo.grpo_loss(X, V, M, loss_type="dr_grpo")),
-    ("loss_type", lambda: grpo.grpo_loss(X, V, M, loss_type="x")),
-    ("importance_sampling_level", lambda: grpo.grpo_loss(X, V, M, importance_sampling_level="x")),
-    ("top_entropy_quantile", lambda: grpo.grpo_loss(X, V, M, top_entropy_quantile=-0.1, entropies=X)),
-    ("temperature", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, temperature=0)),
-    ("completion_ids", lambda: grpo.per_token_logps(None, IDS, M, X, M)),
-    ("completion_mask", lambda: grpo.per_token_logps(None, IDS, M, IDS, M[:2])),
-    ("chunk_size", lambda: grpo.per_token_logps(None, IDS, M, IDS, M, chunk_size=0)),
-    ("prompt_ids", lambda: grpo.per_token_logps(None, X, M, IDS, M)),
-    ("prompt_mask", lambda: grpo.per_token_logps(None, IDS, M[:, :2], IDS, M)),
-]
+def tensors(result):
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name, call", WRONG, ids=[f"{i}-{name}" for i, (name, _) in enumerate(WRONG)])
+@own_only
+@pytest.mark.parametrize("name", CALLS)
+def test_signatures_shapes_and_dtypes_and_no_argument_is_changed(name):
+    assert str(inspect.signature(getattr(grpo, name))) == CALLS[name][0]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        values, axes = arguments(name, dtype)
+        if name == "top_entropy_mask":              # the result is of the mask's dtype
+            values["completion_mask"] = values["completion_mask"].to(dtype)
+        before = copy.deepcopy({parameter: values[parameter] for parameter in axes})
+        results = tensors(getattr(grpo, name)(**values))
+        shapes = [tuple(SIZES[axis] for axis in letters) for letters in CALLS[name][2].split(" ")]
+        assert [tuple(x.shape) for x in results] == shapes
+        of_ids = {"completion_mask": torch.int64, "per_token_logps": torch.float64}
+        assert {x.dtype for x in results} == {of_ids.get(name, dtype)}
+        assert all(torch.equal(values[parameter], x) for parameter, x in before.items())
+
+
+@own_only
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call[1].count("B") > 1])
+def test_any_wrong_shape_is_a_value_error_that_names_an_argument(name):
+    values, axes = arguments(name)
+    for parameter, letters in axes.items():
+        x = values[parameter]
+        wrong = {"a row less": x[:-1], "one row": x[:1], "an axis more": x[None], "an axis less": x[0]}
+        if "".join(axes.values()).count(letters[1:]) > 1 and letters[1:]:
+            wrong |= {"a column less": x[:, :-1], "one column": x[:, :1]}
+        if parameter in ("ratio", "per_token_loss"):                    # these may be (B, 1)
+            wrong.pop("one column", None)
+        for how, y in wrong.items():
+            with pytest.raises(ValueError) as error:
+                getattr(grpo, name)(**values | {parameter: y})
+                pytest.fail(f"{parameter} with {how} passes")
+            assert re.match(r"(\w+): got .*allowed ", str(error.value))[1] in values, (parameter, how, str(error.value))
+
+
+WRONG = {  # the argument that the message must name, and the calls; X, M are (4, 3), R is (4,)
+    "solution": "accuracy_reward(['1', '2'], ['1'])",
+    "soft_punish_cache": "get_soft_overlong_punishment(5, 6); get_soft_overlong_punishment(5, -1)",
+    "rewards_per_func": "combine_rewards(R)", "reward_weights": "combine_rewards(X, [1.0, 2.0])",
+    "rewards": "group_stats(X, 2); group_stats([1.0, 2.0], 2); group_advantages(X, 2); leave_one_out_advantages(X, 2)",
+    "num_generations": "group_stats(R, 3); group_stats(R, 1); group_stats(R, 0); group_stats(R, 2, correction=2);"
+                       "group_advantages(R, 3); leave_one_out_advantages(R, 1); process_advantages(X, I, M, 3)",
+    "scale_rewards": "group_advantages(R, 2, scale_rewards='std')",
+    "step_ends": "process_advantages(X, I + 3, M, 2); process_advantages(X, I - 1, M, 2)",
+    "completion_ids": "completion_mask([[1]], 1); completion_mask(I[0], 1)",
+    "prompt_mask": "per_token_logps(None, I, M.cumsum(1) < 3, I, M); per_token_logps(None, I[:, :0], M[:, :0], I, M)",
+    "importance_sampling_level": "importance_ratio(X, X, M, importance_sampling_level='word');"
+                                 "grpo_loss(X, R, M, importance_sampling_level='word')",
+    "advantages": "clipped_surrogate_loss(X[:, :1], R[:3]); sapo_loss(X[:, :1], R[:3]); cispo_loss(X, X[:, :1], R[:3]);"
+                  "clipped_surrogate_loss(X, X[:, :1]); grpo_loss(X, X[:3], M); grpo_loss(X, X[:, :1], M)",
+    "ratio": "cispo_loss(X, X[:3, :1], R); clipped_surrogate_loss(R, R); sapo_loss(R, R)",
+    "per_token_loss": "aggregate(X[:3, :1], M, loss_type='grpo'); aggregate(R, M, loss_type='grpo')",
+    "estimator": "kl_estimate(X, X, estimator='k4'); grpo_loss(X, R, M, ref_logps=X, kl_estimator='k4')",
+    "loss_type": "aggregate(X, M, loss_type='mean'); grpo_loss(X, R, M, loss_type=None)",
+    "max_completion_length": "aggregate(X, M, loss_type='dr_grpo'); grpo_loss(X, R, M, loss_type='dr_grpo')",
+    "ref_logps": "grpo_loss(X, R, M, beta=0.1); kl_estimate(X, R[:3])",
+    "entropies": "grpo_loss(X, R, M, top_entropy_quantile=0.5)", "policy_loss": "grpo_loss(X, R, M, policy_loss='ppo')"}
+
+
+@beyond
+@pytest.mark.parametrize("name, call", [(name, call) for name in WRONG for call in WRONG[name].split(";")])
 def test_wrong_input_is_named(name, call):
-    with pytest.raises(ValueError, match=rf"^{name}: got .*allowed is ." if OWN else name):
-        call()
+    space = dict(X=torch.zeros(4, 3), M=torch.ones(4, 3), R=torch.zeros(4), I=torch.zeros(4, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=rf"^{name}: got [^\n]*; allowed [^\n]+$"):
+        eval(f"grpo.{call.strip()}", {"grpo": grpo}, space)
+
+
+COMPOSED = {
+    "group_advantages": "group_stats", "leave_one_out_advantages": "group_advantages",
+    "process_advantages": "group_advantages", "clipped_surrogate_loss": "clip_ratio",
+    "per_token_logps": "selective_log_softmax entropy_from_logits", "kl_penalized_rewards": "kl_estimate",
+    "grpo_loss": "importance_ratio clipped_surrogate_loss top_entropy_mask truncated_importance_ratio kl_estimate "
+                 "aggregate"}
 
 
 @own_only
-def test_messages_say_what_came_and_what_is_allowed():
-    for call, message in [
-        (lambda: grpo.group_stats(torch.zeros(5), 2), "num_generations: got int 2; allowed is a number that divides B = 5"),
-        (
-            lambda: grpo.process_advantages(X, torch.tensor([[0, 1, 3]] * 4), M, 2),
-            "step_ends: got 0 ... 3; allowed is 0 ... T-1 = 2",
-        ),
-        (lambda: grpo.group_stats(V, 2, correction=2), "num_generations: got 2 with correction = 2; allowed is a larger one"),
-        (
-            lambda: grpo.group_advantages(V, 2, correction=2),
-            "num_generations: got 2 with correction = 2; allowed is a larger one",
-        ),
-        (
-            lambda: grpo.leave_one_out_advantages(V, 1),
-            "num_generations: got 1; allowed is 2 or more, there must be others to compare with",
-        ),
-        (lambda: grpo.combine_rewards(X, [1.0, 2.0, inf]), "reward_weights: got [1.0, 2.0, inf]; allowed is finite numbers"),
-        (lambda: grpo.get_soft_overlong_punishment(5, 6), "soft_punish_cache: got 6; allowed is at most max_completion_len = 5"),
-        (
-            lambda: grpo.clipped_surrogate_loss(X, torch.zeros(3)),
-            "advantages: got dtype torch.float32, shape (3,); allowed is a tensor of dtype floating-point and shape (B=4) or (B=4, T=3)",
-        ),
-        (
-            lambda: grpo.clipped_surrogate_loss(V, V),
-            "ratio: got dtype torch.float32, shape (4,); allowed is a tensor of dtype floating-point and shape (B, 1) or (B, T)",
-        ),
-        (lambda: grpo.clipped_surrogate_loss(X, V, delta=-1), "delta: got int -1; allowed is a number > 0"),
-        (lambda: grpo.clip_ratio(X, torch.tensor(-0.5)), "epsilon_low: got Tensor tensor(-0.5000); allowed is a number >= 0"),
-        (lambda: grpo.kl_estimate(X, X, estimator="k4"), "estimator: got str 'k4'; allowed is 'k1' or 'k2' or 'k3'"),
-        (lambda: grpo.aggregate(X, M, loss_type="dr_grpo"), "max_completion_length: got NoneType None; allowed is a number > 0"),
-        (
-            lambda: grpo.completion_mask(X, 1),
-            "completion_ids: got dtype torch.float32, shape (4, 3); allowed is a tensor of dtype int and shape (B, T)",
-        ),
-    ]:
-        with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_build_on_each_other_and_are_pasted_with_what_they_call(name):
+    space, called, wanted = {"torch": torch, "F": torch.nn.functional, "math": math}, set(), [name]
+    for function in wanted:                         # the list grows
+        source = inspect.getsource(getattr(grpo.module, function))
+        exec(source, space)
+        words = set(re.findall(r"\b(\w+)\(", source)) - set(wanted)
+        wanted += [word for word in sorted(words) if inspect.isfunction(getattr(grpo.module, word, None))]
+
+    def noted(callee, original):
+        return lambda *args, **options: called.add(callee) or original(*args, **options)
+
+    space |= {callee: noted(callee, space[callee]) for callee in wanted[1:]}
+    values = arguments(name)[0]
+    for got, want in zip(tensors(space[name](**values)), tensors(getattr(grpo, name)(**values)), strict=True):
+        assert torch.equal(got, want)
+    assert called >= set(COMPOSED.get(name, "").split())
+
+
+# Coursework: these tests on a student's file -------------------------------------------------------------------------
+
+TEXTBOOK = '''
+import torch
+def group_advantages(rewards, num_generations, *, eps=1e-4):
+    r = rewards.view(-1, num_generations)
+    mean = torch.mean(r, 1, keepdim=True)
+    std = torch.std(r, 1, keepdim=True)
+    return ((r - mean) / (std + eps)).view(-1)
+def leave_one_out_advantages(rewards, num_generations):
+    r = rewards.view(-1, num_generations)
+    return (r - (r.sum(1, keepdim=True) - r) / (num_generations - 1)).view(-1)
+def completion_mask(completion_ids, eos_token_ids):
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids)).long()
+    return (is_eos.cumsum(1) - is_eos == 0).long()
+def selective_log_softmax(logits, index):
+    return torch.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+def entropy_from_logits(logits):
+    return -(torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1)
+def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, prompt_ids.size(1) - 1 : -1] / temperature
+    return selective_log_softmax(logits, completion_ids) * completion_mask, None
+def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
+    log_ratio = logps - old_logps
+    if importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * completion_mask).sum(1, keepdim=True) / completion_mask.sum(1, keepdim=True)
+    return torch.exp(log_ratio)
+def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
+    return torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
+def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2):
+    A = advantages.unsqueeze(1)
+    return -torch.min(ratio * A, clip_ratio(ratio, epsilon_low, epsilon_high) * A)
+def kl_estimate(logps, ref_logps):
+    d = ref_logps - logps
+    return torch.exp(d) - d - 1
+def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None):
+    total = (per_token_loss * completion_mask).sum()
+    if loss_type == "grpo":
+        return ((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()
+    if loss_type == "dr_grpo":
+        return total / (len(per_token_loss) * max_completion_length)
+    return total / completion_mask.sum()
+def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=None, beta=0.0, epsilon_low=0.2,
+              epsilon_high=0.2, loss_type="dapo", importance_sampling_level="token", max_completion_length=None):
+    old_logps = logps.detach() if old_logps is None else old_logps
+    ratio = importance_ratio(logps, old_logps, completion_mask, importance_sampling_level=importance_sampling_level)
+    loss = clipped_surrogate_loss(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    loss = loss if ref_logps is None else loss + beta * kl_estimate(logps, ref_logps)
+    return aggregate(loss, completion_mask, loss_type=loss_type, max_completion_length=max_completion_length), {}
+'''
+MISTAKES = [  # what a student gets wrong, the line of TEXTBOOK, the wrong one, the test that says so and its arguments
+    ("std by n", "std(r, 1, keepdim=True)", "std(r, 1, keepdim=True, correction=0)", "test_group_advantages", {}),
+    ("batch mean", "torch.mean(r, 1, keepdim=True)", "torch.mean(r)", "test_group_advantages", {}),
+    ("no eps", "(std + eps)", "std", "test_group_advantages", {}),
+    ("eps inside the root", "(std + eps)", "(std**2 + eps).sqrt()", "test_group_advantages", {}),
+    ("RLOO by n", "/ (num_generations - 1)", "/ num_generations", "test_leave_one_out"),
+    ("max for min", "-torch.min(", "-torch.max(", "test_clipped_surrogate", {}),
+    ("sign", "-torch.min(", "torch.min(", "test_clipped_surrogate", {}),
+    ("KL reversed", "d = ref_logps - logps", "d = logps - ref_logps", "test_kl_estimate", {}),
+    ("grpo as bnpo", "((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()",
+     "total / completion_mask.sum()", "test_aggregate", "grpo", {}),
+    ("dr_grpo by padded T", "* max_completion_length", "* completion_mask.size(1)", "test_aggregate", "dr_grpo", {}),
+    ("GSPO's sum for mean", " / completion_mask.sum(1, keepdim=True)", "", "test_importance_ratio", SEQUENCE),
+    ("ratio inverted", "log_ratio = logps - old_logps", "log_ratio = old_logps - logps", "test_importance_ratio", {}),
+    ("EOS masked out", "is_eos.cumsum(1) - is_eos == 0", "is_eos.cumsum(1) == 0", "test_completion_mask"),
+    ("off by one", "- 1 : -1] / temp", ":] / temp", "test_per_token_logps_are_those_of_each_row_alone", "llama", {})]
+
+
+@own_only
+def test_a_textbook_file_has_no_failure(tmp_path):
+    (tmp_path / "my_grpo.py").write_text(TEXTBOOK)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--tb=short", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | dict(GRPO_MODULE=str(tmp_path / "my_grpo.py"), GRPO_EXAMPLES="5")
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout[-5000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 45
+    assert "my_grpo has no sapo_loss" in run.stdout and "group_advantages has no argument scale_rewards" in run.stdout
+
+
+@pytest.fixture
+def coursework(monkeypatch, tmp_path):
+    """Put a student's file, given as a text, in the place of grpo.py."""
+    def use(text):
+        (tmp_path / "my_grpo.py").write_text(text)
+        for name, value in vars(ModuleUnderTest(str(tmp_path / "my_grpo.py"))).items():
+            monkeypatch.setattr(grpo, name, value)
+
+    return use
+
+
+@own_only
+@pytest.mark.parametrize("mistake, old, new, test, values", [(*row[:4], row[4:]) for row in MISTAKES])
+def test_a_textbook_mistake_is_found_and_explained(mistake, old, new, test, values, coursework):
+    assert TEXTBOOK.count(old) == 1
+    coursework(TEXTBOOK.replace(old, new))
+    with pytest.raises(AssertionError) as error:
+        globals()[test](*values)
+    message = r"[^\n]+ = [^\n]+(\n    input     [\w ]+ = [^\n]+)+\n    expected  .+\n    got       .+$"
+    assert re.match(message, str(error.value)), str(error.value)
+
+
+@own_only
+def test_what_a_students_file_lacks_is_skipped_by_name(coursework):
+    coursework("def clip_ratio(ratio, epsilon_low=0.2):\n    raise NotImplementedError\n\n\n"
+               "def kl_estimate(logps, ref_logps, **options):\n    return logps.log_softmax(0)\n")
+    for call, message in ((lambda: grpo.grpo_loss, "my_grpo has no grpo_loss"),
+                          (lambda: grpo.clip_ratio(1), "my_grpo.clip_ratio is not written yet"),
+                          (lambda: grpo.clip_ratio(1, epsilon=1), "my_grpo.clip_ratio has no argument epsilon")):
+        with pytest.raises(pytest.skip.Exception, match=message):
             call()
-
-
-# The file itself -----------------------------------------------------------------------------------------------------
-
-MATHS = """accuracy_reward think_format_reward get_soft_overlong_punishment combine_rewards group_stats group_advantages leave_one_out_advantages process_advantages
-gae_advantages broadcast_advantages completion_mask selective_log_softmax entropy_from_logits per_token_logps importance_ratio clip_ratio clipped_surrogate_loss cispo_loss
-sapo_loss truncated_importance_ratio kl_estimate kl_penalized_rewards top_entropy_mask aggregate grpo_loss""".split()
-
-
-@own_only
-def test_each_function_can_be_pasted_alone():
-    """With `import torch` and _check; grpo_loss, which puts the others together, with the six that it calls."""
-    source = {name: inspect.getsource(getattr(grpo.module, name)) for name in [*MATHS, "_check"]}
-
-    def alone(name, *more):
-        space = {"torch": torch}
-        exec("\n\n".join(source[n] for n in ("_check", name, *more)), space)
-        return space[name]
-
-    model, mask, A = causal_lm("llama"), torch.ones(4, 3), f64([1.0, 0.0, 1.0, 0.5])
-    x = torch.linspace(-2, -0.1, 12, dtype=torch.float64).view(4, 3)
-    calls = {
-        "accuracy_reward": (["4"], ["4"]),
-        "think_format_reward": (["<think>a</think>b"],),
-        "combine_rewards": (x,),
-        "group_stats": (A, 2),
-        "group_advantages": (A, 2),
-        "leave_one_out_advantages": (A, 2),
-        "process_advantages": (x, IDS, mask, 2),
-        "gae_advantages": (x, x, mask),
-        "broadcast_advantages": (A, mask),
-        "completion_mask": (IDS, 1),
-        "selective_log_softmax": (x[None], IDS[:, :1].view(1, 4)),
-        "entropy_from_logits": (x[None],),
-        "per_token_logps": (model, *scoring_batch()),
-        "importance_ratio": (x, x - 1, mask),
-        "clip_ratio": (x,),
-        "clipped_surrogate_loss": (x, A),
-        "cispo_loss": (x, x, A),
-        "sapo_loss": (x, A),
-        "truncated_importance_ratio": (x, x - 0.1),
-        "kl_estimate": (x, x - 1),
-        "top_entropy_mask": (-x, mask, 0.5),
-    }
-    for name, arguments in calls.items():
-        got, want = alone(name)(*arguments), getattr(grpo, name)(*arguments)
-        for a, b in zip(got, want) if isinstance(got, (tuple, list)) else [(got, want)]:
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert alone("get_soft_overlong_punishment")(4, 2)(completion_ids=[[1] * 3]) == [-0.5]
-    assert torch.equal(alone("kl_penalized_rewards")(A, x, x - 1, mask, beta=0.1), grpo.kl_penalized_rewards(A, x, x - 1, mask, beta=0.1))
-    assert torch.equal(alone("aggregate")(x, mask, loss_type="grpo"), grpo.aggregate(x, mask, loss_type="grpo"))
-    parts = (
-        "importance_ratio",
-        "clipped_surrogate_loss",
-        "cispo_loss",
-        "sapo_loss",
-        "truncated_importance_ratio",
-        "kl_estimate",
-        "top_entropy_mask",
-        "aggregate",
-    )
-    assert torch.equal(alone("grpo_loss", *parts)(x, A, mask)[0], grpo.grpo_loss(x, A, mask)[0])
-
-
-@own_only
-def test_a_function_that_a_students_file_lacks_is_skipped_by_name(tmp_path):
-    (tmp_path / "my_grpo.py").write_text("def kl_estimate(logps, ref_logps, *, estimator='k3'):\n    return logps\n")
-    student = ModuleUnderTest(str(tmp_path / "my_grpo.py"))
-    assert student.kl_estimate(1, 2) == 1
-    with pytest.raises(pytest.skip.Exception, match="my_grpo has no grpo_loss"):
-        student.grpo_loss
+    expect(grpo.kl_estimate(torch.zeros(1), 0, estimator="k1"), [0.0], "what is there runs")
+    with pytest.raises(NotImplementedError):        # torch's own, for a wrong dtype
+        grpo.kl_estimate(torch.ones(1, dtype=torch.long), 0)
 
 
 # Parity with TRL, where it is installed ------------------------------------------------------------------------------
@@ -1657,786 +1200,710 @@ def test_a_function_that_a_students_file_lacks_is_skipped_by_name(tmp_path):
 def trl_loss(batch, o, L):
     """TRL's own _compute_loss on a stub of its trainer: the value and the gradient with respect to log π_θ."""
     trainer_class = pytest.importorskip("trl").GRPOTrainer
-    pad = lambda x: torch.where(batch.mask != 0, x, -1.0)
-    logps = pad(batch["logps"]).requires_grad_()
+    pad = lambda name: torch.where(batch.mask != 0, batch[name], -1.0)
+    logps = pad("logps").requires_grad_()
     stub = types.SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (logps, pad(batch["entropies"]), None),
-        top_entropy_quantile=o["top_entropy_quantile"],
-        beta=o["beta"],
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logps, pad("entropies"), None),
         off_policy_mask_threshold=None,
-        importance_sampling_level=o["importance_sampling_level"],
-        epsilon_low=o["epsilon_low"],
-        epsilon_high=o["epsilon_high"],
-        loss_type=o["loss_type"] if o["policy_loss"] == "clip" else o["policy_loss"],
-        use_vllm=o["corrected"],
-        vllm_importance_sampling_correction=True,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        max_completion_length=L,
-        current_gradient_accumulation_steps=1,
-        model=types.SimpleNamespace(training=True),
-        args=types.SimpleNamespace(
-            use_bias_correction_kl=o["use_bias_correction_kl"],
-            delta=o["delta"],
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-            steps_per_generation=1,
-        ),
-        accelerator=types.SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, pad_across_processes=lambda x, **k: x
-        ),
-        _metrics={"train": __import__("collections").defaultdict(list)},
-    )
+        loss_type=o["loss_type"] if o["policy_loss"] == "clip" else o["policy_loss"], use_vllm=o["corrected"],
+        vllm_importance_sampling_correction=True, aux_loss_enabled=False, _entropy_bonus_enabled=False,
+        max_completion_length=L, current_gradient_accumulation_steps=1, model=types.SimpleNamespace(training=True),
+        args=types.SimpleNamespace(use_bias_correction_kl=o["use_bias_correction_kl"], delta=o["delta"],
+                                   sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=1),
+        accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x,
+                                          pad_across_processes=lambda x, **k: x),
+        _metrics={"train": collections.defaultdict(list)},
+        **{k: o[k] for k in "top_entropy_quantile beta importance_sampling_level epsilon_low epsilon_high".split()})
     stub.get_high_entropy_mask = types.MethodType(inspect.unwrap(trainer_class.get_high_entropy_mask), stub)
     ids, mask = torch.zeros(batch.mask.shape, dtype=torch.long), batch.mask.double()
-    inputs = dict(
-        prompt_ids=ids,
-        prompt_mask=ids + 1,
-        completion_ids=ids,
-        completion_mask=mask,
-        advantages=batch["A"],
-        old_per_token_logps=pad(batch["old"]),
-        ref_per_token_logps=pad(batch["ref"]),
-        num_items_in_batch=mask.sum(),
-        importance_sampling_ratio=(pad(batch["old"]) - pad(batch["sampled"])).exp().clamp(max=2.0),
-    )
-    torch.set_default_dtype(torch.float64)  # TRL makes sapo's temperatures in the default dtype
+    inputs = dict(prompt_ids=ids, prompt_mask=ids + 1, completion_ids=ids, completion_mask=mask, advantages=batch["A"],
+                  old_per_token_logps=pad("old"), ref_per_token_logps=pad("ref"), num_items_in_batch=mask.sum(),
+                  importance_sampling_ratio=(pad("old") - pad("sampled")).exp().clamp(max=2.0))
+    torch.set_default_dtype(torch.float64)          # TRL makes sapo's temperatures in the default dtype
     try:
         loss = inspect.unwrap(trainer_class._compute_loss)(stub, stub.model, inputs)
     finally:
         torch.set_default_dtype(torch.float32)
-    loss.backward()
-    return loss.item(), logps.grad, {name: values[-1] for name, values in stub._metrics["train"].items()}
+    return loss, gradient(loss, logps), {name: values[-1] for name, values in stub._metrics["train"].items()}
 
 
+@beyond
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
-@settings(max_examples=1000)
-@given(batches(min_length=1), loss_options.map(lambda o: o | {"kl_estimator": "k3", "sampling_cap": 2.0}), st.booleans())
+@settings(max_examples=10 * settings().max_examples)
+@given(batches(min_length=1), any_options, st.booleans())
 def test_parity_with_trl(batch, o, corrected):
-    o = o | {"corrected": corrected} | {"cispo": {"loss_type": "dapo"}, "sapo": {"loss_type": "grpo"}}.get(o["policy_loss"], {})
-    if o["top_entropy_quantile"] < 1:       # TRL's threshold is of float32: on a grid, rounding does not decide who reaches it
-        batch.tensors["entropies"] = (batch["entropies"] * 64).round() / 64
-    want, gradient, trl_metrics = trl_loss(batch, o, 7)
-    (logps,) = requires_grad(batch, "logps")
+    if o["delta"] is not None:                        # below 1 + ε_high, TRL's clip metrics see the ratio after delta
+        o = o | dict(delta=max(o["delta"], 1 + o["epsilon_high"]))
+    loss_type = {"clip": o["loss_type"], "cispo": "dapo", "sapo": "grpo"}[o["policy_loss"]]
+    o = o | dict(loss_type=loss_type, kl_estimator="k3", sampling_cap=2.0)
+    want, want_gradient, trl_metrics = trl_loss(batch, o | {"corrected": corrected}, 7)
+    logps = batch["logps"].requires_grad_()
     loss, metrics = grpo.grpo_loss(
-        logps,
-        batch["A"],
-        batch.mask,
-        old_logps=batch["old"],
-        ref_logps=batch["ref"],
-        entropies=batch["entropies"],
-        sampling_logps=batch["sampled"] if corrected else None,
-        max_completion_length=7,
-        **{k: v for k, v in o.items() if k != "corrected"},
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(want, abs=1e-10)
-    close(logps.grad, gradient, 1e-10)
+        logps, batch["A"], batch.mask, old_logps=batch["old"], ref_logps=batch["ref"], entropies=batch["entropies"],
+        sampling_logps=batch["sampled"] if corrected else None, max_completion_length=7, **o)
+    expect(loss, want, "TRL's loss", **o)
+    expect(gradient(loss, logps), want_gradient, "the gradient of TRL's loss", **o)
+    clip = [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")] if o["policy_loss"] == "clip" else []
     shared = set(metrics) & set(trl_metrics)
-    assert shared >= {"entropy"} | ({"kl"} if o["beta"] else set()) | (
-        {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"} if o["policy_loss"] == "clip" else set()
-    )
+    assert shared >= {"entropy", *clip} | ({"kl"} if o["beta"] else set())
     for name in shared:
         assert metrics[name] == pytest.approx(trl_metrics[name], abs=1e-6), name
 
 
 # §9 Sampling ---------------------------------------------------------------------------------------------------------
 
-TINY_SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                  max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+SECTION_9 = inspect.currentframe().f_lineno
 
 
-def make_model(kind, vocab_size=20):
-    """A causal LM of random weights, large enough that its distributions are far from uniform."""
+@pytest.fixture(autouse=True)
+def of_grpo_alone(request):
+    """From here on the tests are about grpo.py itself, not about equations that another file may have too."""
+    if not OWN and request.node.location[1] >= SECTION_9:
+        pytest.skip("about grpo.py itself, not its equations")
+
+
+def make_model(kind, auto_class="AutoModelForCausalLM"):
+    """A model of random weights, large enough that its distributions are far from uniform."""
+    words = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
+    shape = words | dict(intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    linear = shape | dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+                          linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+                          moe_intermediate_size=16, shared_expert_intermediate_size=16)   # 3 of 4 layers: linear
+    gpt2 = words | dict(num_attention_heads=4, max_position_embeddings=64)
+    options = dict(GPT2=gpt2, Llama=shape | dict(num_labels=1), Qwen2=shape, Qwen3Next=linear, Mamba=words)[kind]
+    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**options)).eval()
     torch.manual_seed(0)
-    shape = dict(TINY_SHAPE, vocab_size=vocab_size)
-    config = {"gpt2": lambda: transformers.GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=64,
-                                                      bos_token_id=None, eos_token_id=1, pad_token_id=0),
-              "llama": lambda: transformers.LlamaConfig(**shape), "qwen2": lambda: transformers.Qwen2Config(**shape)}[kind]()
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
 
 
-PROMPT_IDS = torch.tensor([[-7, -7, 5, 6], [7, 8, 9, 10], [-7, 3, 4, 5]])                 # garbage where the mask is 0
+def chat_tokenizer():
+    """The tiny task's tokenizer, with a chat template."""
+    tokenizer = grpo.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")
+    return tokenizer
+
+
+def shapes_of_passes(model):
+    """A list that takes the shape of each forward pass's input from now on."""
+    shapes = []
+    note = lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape))
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return shapes
+
+
+PROMPT_IDS = torch.tensor([[-7, -7, 5, 6], [7, 8, 9, 10], [-7, 3, 4, 5]])           # garbage where the mask is 0
 PROMPT_MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+UNIFORMS = torch.rand(24, 12, generator=torch.Generator().manual_seed(0))
 
 
-def sample(model, eos=(1, 2), pad=0, temperature=0.7, G=8, T=12, rows=slice(None), seed=0):
-    uniforms = torch.rand(len(PROMPT_IDS), G, T, generator=torch.Generator().manual_seed(seed))[rows].flatten(0, 1)
-    return grpo.generate(model, PROMPT_IDS[rows], PROMPT_MASK[rows], max_completion_length=T, eos_token_ids=list(eos), num_generations=G,
-                         pad_token_id=pad, temperature=temperature, uniforms=uniforms), uniforms
+def sample(model, pad=0, rows=slice(0, 3)):
+    """Eight completions for each prompt, of at most 12 tokens; two words end one."""
+    ids, mask, uniforms = PROMPT_IDS[rows], PROMPT_MASK[rows], UNIFORMS[8 * rows.start : 8 * rows.stop]
+    ids, mask, uniforms = (x.to(model.device) for x in (ids, mask, uniforms))
+    return grpo.generate(model, ids, mask, max_completion_length=12, eos_token_ids=[1, 2], num_generations=8,
+                         pad_token_id=pad, temperature=0.7, uniforms=uniforms)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
-@pytest.mark.parametrize("pad", [0, 1], ids=["pad", "pad is EOS"])
-def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
-    model = make_model(kind)
-    (ids, mask, logps, entropies), _ = sample(model, pad=pad)
-    scored, scored_entropies = grpo.per_token_logps(
-        model, PROMPT_IDS.repeat_interleave(8, 0), PROMPT_MASK.repeat_interleave(8, 0), ids, mask, temperature=0.7, compute_entropy=True)
-    assert 3 * mask.sum(1).min() < mask.sum(1).max()                # ragged, or nothing is tested
-    torch.testing.assert_close(logps, scored.detach(), atol=2e-5, rtol=0)
-    torch.testing.assert_close(entropies, scored_entropies, atol=2e-5, rtol=0)
+def assert_sampled_as_scored(model, pad=0, tolerance=2e-5):
+    ids, mask, logps, entropies = sample(model, pad)
+    prompts = (x.repeat_interleave(8, 0).to(model.device) for x in (PROMPT_IDS, PROMPT_MASK))
+    scored = grpo.per_token_logps(model, *prompts, ids, mask, temperature=0.7, compute_entropy=True)
+    assert 2 * mask.sum(1).min() < mask.sum(1).max()                # ragged, or nothing is tested
+    torch.testing.assert_close(logps, scored[0].detach(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(entropies, scored[1], atol=tolerance, rtol=0)
     assert torch.equal(mask, grpo.completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
 
 
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Qwen3Next"])
+@pytest.mark.parametrize("pad", [0, 1], ids=["pad", "pad is EOS"])
+def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
+    assert_sampled_as_scored(make_model(kind), pad)
+
+
 def test_each_token_is_where_its_uniform_number_falls():
-    model = make_model("llama")
-    (ids, mask, _, _), uniforms = sample(model)
-    for i in range(len(ids)):
+    model = make_model("Llama")
+    ids, mask, _, _ = sample(model)
+    for i in range(24):
         n, prompt = int(mask[i].sum()), PROMPT_IDS[i // 8][PROMPT_MASK[i // 8] == 1]
         logits = model(torch.cat([prompt, ids[i, :n]])[None]).logits[0, len(prompt) - 1 : -1]
         cdf = torch.cat([torch.zeros(n, 1), (logits / 0.7).softmax(-1).cumsum(-1)], 1)
-        low, high = cdf.gather(1, ids[i, :n, None])[:, 0], cdf.gather(1, ids[i, :n, None] + 1)[:, 0]
-        assert (low - 1e-5 <= uniforms[i, :n]).all() and (uniforms[i, :n] <= high + 1e-5).all()
+        low, high = (cdf.gather(1, ids[i, :n, None] + side)[:, 0] for side in (0, 1))
+        assert (low - 1e-5 <= UNIFORMS[i, :n]).all() and (UNIFORMS[i, :n] <= high + 1e-5).all()
+    for u, word in ((0.0, 0), (1 - 2**-24, 19)):                    # the ends of the interval: first and last word
+        ids, *_ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=4, eos_token_ids=1,
+                                temperature=100.0, uniforms=torch.full((3, 4), u))
+        assert ids.tolist() == [[word] * 4] * 3
 
 
-def test_a_sample_depends_on_its_own_prompt_and_numbers_alone():
-    model = make_model("gpt2")
-    (whole, *_), _ = sample(model)
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3Next"])
+def test_a_sample_depends_on_its_own_prompt_and_numbers_alone(kind):
+    model = make_model(kind)
+    whole = sample(model)[0]
     for rows in (slice(0, 1), slice(1, 3)):
-        (part, *_), _ = sample(model, rows=rows)
-        assert torch.equal(part, whole[rows.start * 8 : rows.stop * 8, : part.size(1)])
+        part = sample(model, rows=rows)[0]
+        assert torch.equal(part, whole[8 * rows.start : 8 * rows.stop, : part.size(1)])
 
 
-def test_equal_prefixes_pass_the_model_once_and_ended_samples_leave():
-    model, calls = make_model("llama"), []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
-    (ids, mask, _, _), _ = sample(model)
-    distinct = [len({(i // 8, *ids[i, :t].tolist()) for i in range(24) if mask[i, t]}) for t in range(mask.size(1))]
-    assert calls == [(rows, 4 if t == 0 else 1) for t, rows in enumerate(distinct)]
-    live = mask.sum(0).tolist()
-    assert distinct[0] == 3 < distinct[1] < live[1] and distinct[2] > distinct[1] and live[-1] < 24   # they part, and they leave
-
-
-@pytest.mark.parametrize("static_cache", [False, True])
-def test_a_process_whose_samples_have_ended_keeps_step_with_the_others(static_cache, monkeypatch):
-    model, calls = make_model("llama"), []
-    options = dict(max_completion_length=12, eos_token_ids=list(range(2, 20)), num_generations=2, uniforms=torch.rand(6, 12))
-    alone = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, **options, static_cache=static_cache)
-    monkeypatch.setattr(grpo.module, "all_reduce", lambda x: x + 1)                       # elsewhere, a sample always goes on
-    model.model.register_forward_pre_hook(lambda *a: calls.append(1))
-    kept = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, **options, static_cache=static_cache)
-    n = alone[0].size(1)
-    assert len(calls) == 12 > n + 2 and all(torch.equal(a, b[:, :n]) and not b[:, n:].any() for a, b in zip(alone, kept))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
-def test_a_static_cache_gives_the_same_samples(kind):
-    model, (ids, mask) = make_model(kind), (torch.randint(2, 20, (3, 6)), torch.ones(3, 6).long())
-    mask[0, :3] = 0
-    options = dict(max_completion_length=20, eos_token_ids=[1, 5, 7], num_generations=4, uniforms=torch.rand(12, 20), temperature=0.8)
-    widths = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["attention_mask"].shape), with_kwargs=True)
-    dynamic, static = (
-        grpo.generate(model, ids, mask, **options),
-        (widths.clear(), grpo.generate(model, ids, mask, **options, static_cache=True))[1],
-    )
-    assert torch.equal(dynamic[0], static[0]) and torch.equal(dynamic[1], static[1])
-    for a, b in zip(dynamic[2:], static[2:]):
-        torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
-    assert {width for _, width in widths[1:]} == {26} and len({rows for rows, _ in widths}) >= 3     # one shape until rows leave
-
-
-def test_a_sliding_window_keeps_its_own_cache():
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**TINY_SHAPE, vocab_size=20, sliding_window=8)).eval()
-    options = dict(max_completion_length=12, eos_token_ids=1, num_generations=2, uniforms=torch.rand(4, 12))
-    ids, mask = torch.randint(2, 20, (2, 6)), torch.ones(2, 6).long()
-    assert torch.equal(grpo.generate(model, ids, mask, **options)[0], grpo.generate(model, ids, mask, **options, static_cache=True)[0])
-
-
-def test_a_cuda_graph_is_recorded_after_a_warm_up_and_leaves_the_lengths_alone(monkeypatch):
-    """The protocol, with stand-ins for the GPU: a graph replays what was called while it recorded."""
-    events, length, output = [], torch.tensor(7), torch.zeros(2)
-
-    class Graph:
-        def replay(self):
-            events.append("replay")
-            forward()
-
-    def forward():
-        events.append("forward")
-        length.add_(1)
-        return output.add_(1)
-
-    @contextlib.contextmanager
-    def during(what):
-        events.append("record" if isinstance(what, Graph) else what)
-        yield
-        events.append("end")
-
-    for name, stand_in in (
-        ("Stream", lambda: "side stream"),
-        ("stream", during),
-        ("synchronize", lambda: events.append("wait")),
-        ("CUDAGraph", Graph),
-        ("graph", during),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    launch = grpo.cuda_graph(forward, [length])
-    assert events == ["wait", "side stream", "forward", "end", "wait", "record", "forward", "end"] and length == 7
-    assert launch() is output and length == 8 and events[-2:] == ["replay", "forward"]
+def test_each_prompt_is_prefilled_once_and_ended_rows_leave_the_batch():
+    model = make_model("Llama")
+    shapes = shapes_of_passes(model)
+    live = sample(model)[1].sum(0).tolist()                         # rows whose token t is real
+    assert shapes == [(3, 4)] + [(rows, 1) for rows in live[1:]] and live[0] == 24 > live[4] > live[-1] > 0
 
 
 def test_greedy_takes_the_most_likely_word():
-    model = make_model("qwen2")
+    model = make_model("Qwen2")
     ids, mask, logps, _ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=5, eos_token_ids=1)
     for i in range(3):
         row = PROMPT_IDS[i][PROMPT_MASK[i] == 1]
         for t in range(int(mask[i].sum())):
-            logits = model(row[None]).logits[0, -1]
-            assert ids[i, t] == logits.argmax()
-            torch.testing.assert_close(logps[i, t], logits.log_softmax(0).max(), atol=2e-5, rtol=0)
+            words = model(row[None]).logits[0, -1].log_softmax(0)
+            assert ids[i, t] == words.argmax() and logps[i, t].item() == pytest.approx(words.max().item(), abs=2e-5)
             row = torch.cat([row, ids[i, t : t + 1]])
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.1.mlp.down_proj"])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_weights_that_are_not_finite_and_a_model_without_cache_are_errors(name, value):
+    model = make_model("Llama")
+    model.get_submodule(name).weight.data[3, 3] = value
+    with pytest.raises(FloatingPointError, match="LlamaForCausalLM are not finite"):
+        sample(model)
+    with pytest.raises(ValueError, match="model: got MambaForCausalLM; allowed is"):
+        sample(make_model("Mamba"))
+
+
+def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
+    tokenizer = chat_tokenizer()
+    one, two, three = ({"role": "user", "content": text} for text in ("1", "2+3", "4"))
+    for prompts in (["12+3=", "4="], [[one, two], [three]]):
+        ids, mask = grpo.encode_prompts(tokenizer, prompts, "cpu")
+        assert mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
+        assert tokenizer.batch_decode([row[m == 1] for row, m in zip(ids, mask)]) == ["12+3=", "4="]
 
 
 # §10 Training --------------------------------------------------------------------------------------------------------
 
-
-def test_bradley_terry():
-    chosen, rejected = torch.tensor([1.0, 0.0, -2.0]).double(), torch.tensor([0.0, 0.0, 1.0]).double()
-    want = sum(math.log(1 + math.exp(-d)) for d in (1, 0, -3)) / 3
-    assert grpo.bradley_terry_loss(chosen, rejected).item() == pytest.approx(want, abs=1e-12)
-    assert torch.autograd.gradcheck(grpo.bradley_terry_loss, (chosen.requires_grad_(), rejected.requires_grad_()))
-    with pytest.raises(ValueError, match="rejected: got .*; allowed is"):
-        grpo.bradley_terry_loss(chosen, rejected[:2])
+SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_size=8, max_completion_length=10,
+             max_steps=1, learning_rate=0.01)
+FROZEN = dict(learning_rate=0.0, max_grad_norm=1e9)                 # the gradient is the loss's own
 
 
-@pytest.mark.parametrize("options, named", [
-    (dict(learning_rate=-1), "learning_rate"), (dict(beta=math.nan), "beta"), (dict(num_generations=1), "num_generations"),
-    (dict(num_generations=5, generation_batch_size=64), "generation_batch_size"), (dict(loss_type="ppo"), "loss_type"),
-    (dict(max_steps=1.5), "max_steps"), (dict(temperature=0), "temperature"), (dict(bf16="yes"), "bf16"), (dict(seed=-1), "seed"),
-    (dict(policy_loss="cispo"), "epsilon_high"), (dict(top_entropy_quantile=2), "top_entropy_quantile"), (dict(delta=0), "delta")])
-def test_config_errors_name_the_field(options, named):
-    with pytest.raises(ValueError, match=f"^{named}: got .*; allowed is "):
-        grpo.GRPOConfig(**options)
+def by_row(completions, **kwargs):
+    """Rewards that no sample changes: 0, 1, 2, 3 in the first group of four, 0, 1, 5, 5 in the second."""
+    return [float(i % 4 if i < 6 else 5) for i in range(len(completions))]
 
 
-def test_a_preset_leaves_the_tiny_task_its_sizes_and_flags_win():
-    settings, config, _ = grpo.read_options({"model": "tiny", "preset": "deepseekmath", "beta": 0.5})
-    assert (config.loss_type, config.beta) == ("grpo", 0.5) and config.max_completion_length == grpo.TINY["max_completion_length"]
-    assert config.learning_rate == grpo.TINY["learning_rate"] and config.num_generations == grpo.TINY["num_generations"]
-    _, config, _ = grpo.read_options({"model": "gpt2", "dataset": "x.jsonl", "preset": "deepseekmath"})
-    assert (config.num_generations, config.max_completion_length, config.beta) == (64, 1024, 0.04)
+def first_two(completions, **kwargs):
+    return [0.3 * (i < 2) for i in range(len(completions))]
 
 
-def test_config_is_frozen_and_every_preset_is_one():
+def steps_of(model, reward_funcs=(by_row,), state=None, compute_advantages=None, **options):
+    """The steps of a short run on a few of the tiny task's problems."""
+    chosen = {} if compute_advantages is None else {"compute_advantages": compute_advantages}
+    problems, config = grpo.tiny_problems(0)[0][:6], grpo.GRPOConfig(**SMALL | options)
+    return grpo.train(model, grpo.tiny_tokenizer(), problems, reward_funcs, config, state=state, **chosen)
+
+
+def observe(**options):
+    """A run of train: its calls of some functions, with all arguments, and its updates, in their order."""
+    policy, seen = make_model("Llama"), []
+
+    def recorder(name, function):
+        def call(*args, **kwargs):
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            seen.append(types.SimpleNamespace(**bound.arguments, name=name, learns=torch.is_grad_enabled()))
+            if "model" in bound.arguments:
+                seen[-1].head = bound.arguments["model"].lm_head.weight.detach().clone()
+            return function(*args, **kwargs)
+        return call
+
+    def before_an_update(optimizer, args, kwargs):
+        weights = [p.detach().clone() for p in policy.parameters()]
+        gradients, lr = [p.grad.clone() for p in policy.parameters()], optimizer.param_groups[0]["lr"]
+        seen.append(types.SimpleNamespace(name="update", lr=lr, weights=weights, gradients=gradients))
+
+    dtypes, hook = set(), register_optimizer_step_pre_hook(before_an_update)
+    policy.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "generate compute_rewards group_advantages per_token_logps grpo_loss top_entropy_mask".split():
+            patch.setattr(grpo.module, name, recorder(name, getattr(grpo.module, name)))
+        states, rollouts, metrics = zip(*steps_of(policy, (by_row, first_two), **options))
+    hook.remove()
+    calls = {call.name: [other for other in seen if other.name == call.name] for call in seen}
+    return types.SimpleNamespace(policy=policy, seen=seen, rollouts=rollouts, metrics=metrics, dtypes=dtypes,
+                                 calls=collections.defaultdict(list, calls))
+
+
+def learning_rates_by_hand(c):
+    """The schedule of a config, over max_steps·mu updates."""
+    updates = c.max_steps * c.num_iterations
+    progress = [(u - c.warmup_steps) / (updates - c.warmup_steps) for u in range(updates)]
+    shapes = {"linear": lambda p: 1 - p, "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "constant": lambda p: 1}
+    rising = [u / c.warmup_steps for u in range(c.warmup_steps)]
+    return [c.learning_rate * x for x in rising + [shapes[c.lr_scheduler_type](p) for p in progress[c.warmup_steps :]]]
+
+
+REFRESHED = dict(beta=0.1, max_steps=5)
+OPTIONS = [  # field, a value that is not its default, and the options that let it show
+    ("learning_rate", 0.003, {}), ("warmup_steps", 2, dict(max_steps=4)), ("weight_decay", 0.5, {}),
+    ("lr_scheduler_type", "cosine", dict(max_steps=4)), ("lr_scheduler_type", "constant", {}), ("max_steps", 3, {}),
+    ("max_grad_norm", 0.02, {}),
+    ("num_generations", 2, {}), ("generation_batch_size", 12, {}), ("per_device_train_batch_size", 3, dict(beta=0.1)),
+    ("num_iterations", 3, {}), ("max_completion_length", 7, dict(loss_type="dr_grpo")), ("loss_type", "grpo", {}),
+    ("temperature", 0.7, dict(beta=0.1, num_iterations=2)), ("loss_type", "bnpo", {}), ("loss_type", "dr_grpo", {}),
+    ("policy_loss", "cispo", dict(epsilon_high=5.0)), ("policy_loss", "sapo", {}), ("epsilon", 0.1, {}),
+    ("importance_sampling_level", "sequence", {}), ("epsilon_high", 0.3, {}), ("delta", 2.0, {}), ("beta", 0.1, {}),
+    ("use_bias_correction_kl", False, dict(beta=0.1)), ("scale_rewards", "batch", {}), ("scale_rewards", "none", {}),
+    ("reward_weights", [2.0, -1.0], {}), ("mask_truncated_completions", True, {}), ("top_entropy_quantile", 0.3, {}),
+    ("sync_ref_model", True, REFRESHED | dict(ref_model_sync_steps=2)), ("seed", 7, {}), ("bf16", True, {}),
+    ("ref_model_sync_steps", 3, REFRESHED | dict(sync_ref_model=True))]
+
+
+@pytest.mark.parametrize("field, value, others", OPTIONS, ids=[f"{field}-{value}" for field, value, _ in OPTIONS])
+def test_each_option_arrives_where_its_word_is_used(field, value, others):
+    config = grpo.GRPOConfig(**SMALL | dict(max_steps=2) | others | {field: value})
+    assert value != getattr(grpo.GRPOConfig(), field)
+    run = observe(**dataclasses.asdict(config))
+    B, G, mu, updates = config.generation_batch_size, config.num_generations, config.num_iterations, run.calls["update"]
+
+    # The optimizer: the schedule, AdamW's first step by hand (its moments are g and g²), the norm of the gradient.
+    rates = learning_rates_by_hand(config)
+    assert [u.lr for u in updates] == pytest.approx(rates, rel=1e-6)
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(rates[mu - 1 :: mu], rel=1e-6)
+    for w, g, after in zip(updates[0].weights, updates[0].gradients, updates[1].weights):
+        by_hand = w * (1 - rates[0] * config.weight_decay) - rates[0] * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(after, by_hand, atol=1e-6, rtol=1e-5)
+    norms = [torch.cat([g.flatten() for g in u.gradients]).norm().item() for u in updates[mu - 1 :: mu]]
+    assert norms == pytest.approx([min(line["grad_norm"], config.max_grad_norm) for line in run.metrics], rel=1e-4)
+    assert field != "max_grad_norm" or run.metrics[0]["grad_norm"] > 2 * value
+
+    # Sampling and scoring.
+    for call in run.calls["generate"]:
+        assert (len(call.prompt_ids), call.num_generations, call.temperature) == (B // G, G, config.temperature)
+        T = config.max_completion_length
+        assert call.max_completion_length == T and call.uniforms.shape == (B, T)
+    assert {call.temperature for call in run.calls["per_token_logps"]} == {config.temperature}
+    if config.beta > 0:                                             # each row is scored: in parts of which size?
+        b, sizes = config.per_device_train_batch_size, [len(call.logps) for call in run.calls["grpo_loss"]]
+        assert sizes == [len(range(B)[i : i + b]) for i in range(0, B, b)] * config.max_steps * mu
+    assert run.dtypes == ({torch.bfloat16} if config.bf16 else {torch.float32})
+
+    # Rewards and advantages.
+    w = config.reward_weights or [1.0, 1.0]
+    rewards = [w[0] * a + w[1] * b for a, b in zip(by_row(range(B)), first_two(range(B)))]
+    silent = [len(set(rewards[i : i + G])) == 1 for i in range(0, B, G)]
+    for call, line in zip(run.calls["group_advantages"], run.metrics, strict=True):
+        assert call.rewards.tolist() == pytest.approx(rewards, abs=1e-6)
+        assert (call.num_generations, call.scale_rewards) == (G, config.scale_rewards)
+        found = line["reward"], line["reward_std"], line["frac_reward_zero_std"]
+        by_hand = statistics.mean(rewards), statistics.stdev(rewards), statistics.mean(silent)
+        assert found == pytest.approx(by_hand, abs=1e-6)
+    quantiles = {config.top_entropy_quantile} if config.top_entropy_quantile < 1 else set()
+    assert {call.quantile for call in run.calls["top_entropy_mask"]} == quantiles
+
+    # The loss: its words, the tokens that count, the reference.
+    same = "beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl max_completion_length"
+    words = {name: getattr(config, name) for name in same.split()} | {"epsilon_low": config.epsilon}
+    words["epsilon_high"] = config.epsilon_high or config.epsilon
+    for i, call in enumerate(run.calls["grpo_loss"]):
+        rollout = run.rollouts[i * config.max_steps // len(run.calls["grpo_loss"])]
+        counts = (rollout.completion_ids == 1).any(1, keepdim=True) | (not config.mask_truncated_completions)
+        tokens, every = int((rollout.completion_mask * counts).sum()), int(rollout.completion_mask.sum())
+        assert {name: getattr(call, name) for name in words} == words
+        assert (call.num_items_in_batch, call.num_rows_in_batch) == (tokens, B)
+        assert (call.ref_logps is None) == (config.beta == 0) and (call.old_logps is None) == (mu == 1)
+    assert field != "mask_truncated_completions" or 0 < tokens < every
+    heads = [call.head for call in run.calls["per_token_logps"] if call.model is not run.policy]
+    starts = [call.head for call in run.calls["generate"]]
+    if field != "per_device_train_batch_size":
+        period = config.ref_model_sync_steps if config.sync_ref_model else config.max_steps
+        want = [starts[step // period * period] for step in range(config.max_steps if config.beta > 0 else 0)]
+        assert [torch.equal(a, b) for a, b in zip(heads, want, strict=True)] == [True] * len(want)
+
+
+def test_samples_and_prompts_are_keyed_by_seed_and_step():
+    """No state is carried along: step 1 of a run that goes on there is step 1 of the whole run."""
+    runs = [observe(seed=seed, max_steps=3) for seed in (0, 1, 42)]
+    numbers = [x for run in runs for call in run.calls["generate"] for x in call.uniforms.flatten().tolist()]
+    assert len(set(numbers)) > 700 and 0 <= min(numbers) < 0.05 < 0.95 < max(numbers) < 1         # of 3 · 3 · 80
+    prompts = [[row["prompt"] for row in rollout.rows] for run in runs for rollout in run.rollouts]
+    assert len(set(map(tuple, prompts))) > 4
+    state = grpo.initial_state(make_model("Llama"), grpo.GRPOConfig(**SMALL))
+    state.step = 1
+    (_, rollout, _), = steps_of(make_model("Llama"), state=state, max_steps=2)
+    assert [row["prompt"] for row in rollout.rows] == prompts[7]    # 42 is the default
+
+
+def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
+    assert grpo.PRESETS == {
+        "deepseekmath": dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False, learning_rate=1e-6,
+                             num_generations=64, generation_batch_size=1024, max_completion_length=1024),
+        "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
+        "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
+        "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+        "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),           # the cap is TRL's advice
+        "sapo": dict(loss_type="grpo", policy_loss="sapo")}
+    trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None,
+               loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8,
+               max_completion_length=512, temperature=1.0, mask_truncated_completions=False, top_entropy_quantile=1.0,
+               sync_ref_model=False, ref_model_sync_steps=512, use_bias_correction_kl=True, max_grad_norm=1.0,
+               lr_scheduler_type="linear", weight_decay=0.0, warmup_steps=0)
+    assert {name: getattr(grpo.GRPOConfig(), name) for name in trl} == trl
     for preset in grpo.PRESETS.values():
         config = grpo.GRPOConfig(**preset)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.beta = 1.0
-    assert set(grpo.PRESETS) == {"deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", "sapo"}
+    named = {field for field, _, _ in OPTIONS} | {"output_dir", "save_steps"}             # these: §11
+    assert named == {field.name for field in dataclasses.fields(config)}, "an option without a test of its effect"
 
 
-@own_only
-def test_train_is_algorithm_1(monkeypatch):
-    """Every step of the algorithm is replaced by a recorder: the order, and who changes when, is all that is left."""
-    events, policy = [], torch.nn.Linear(1, 1, bias=False)
-    monkeypatch.setattr(grpo.module, "sample_batch", lambda dataset, config, step: events.append(f"batch {step}"))
-    monkeypatch.setattr(
-        grpo.module,
-        "sample_rollout",
-        lambda policy, *a: (events.append(f"sample with {policy.weight.item():.0f}"), types.SimpleNamespace())[1],
-    )
-    monkeypatch.setattr(grpo.module, "compute_rewards", lambda *a: events.append("rewards"))
-    monkeypatch.setattr(grpo.module, "compute_advantages", lambda *a: events.append("advantages"))
-    monkeypatch.setattr(grpo.module, "reference_logps", lambda reference, *a: events.append(f"reference {reference.weight.item():.0f}"))
-    monkeypatch.setattr(grpo.module, "step_metrics", lambda state, *a: {})
-
-    def update(policy, *a):
-        events.append("update")
-        policy.weight.data += 1
-
-    monkeypatch.setattr(grpo.module, "update_policy", update)
-    policy.weight.data.zero_()
-    config = grpo.GRPOConfig(max_steps=5, num_iterations=2, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
-    state = grpo.train(policy, None, None, [], config, report=lambda state, metrics: events.append("report"))
-    step = lambda i, ref: [f"batch {i}", f"sample with {2 * i}", "rewards", "advantages", f"reference {ref}", "update", "update", "report"]
-    assert events == step(0, 0) + step(1, 0) + step(2, 4) + step(3, 4) + step(4, 8) and state.step == 5
-    assert len(inspect.getsource(grpo.train).splitlines()) <= 60
-    del events[:]
-    policy.weight.data.zero_()
-    judge = types.SimpleNamespace()
-    monkeypatch.setattr(grpo.module, "update_reward_model", lambda state, *a: events.append(f"judge after {state.step}"))
-    config, state = dataclasses.replace(config, sync_ref_model=False, train_reward_model=True, max_steps=3), None
-    state = grpo.initial_state(policy, None, dataclasses.replace(config, train_reward_model=False))
-    state.reward_model = judge
-    grpo.train(policy, None, None, [], config, state=state)
-    assert [e for e in events if e[:3] in ("ref", "jud")] == [f"{e}" for i in (1, 2, 3) for e in ("reference 0", f"judge after {i}")]
+@pytest.mark.parametrize("named, options", [
+    ("learning_rate", dict(learning_rate=-1)), ("beta", dict(beta=nan)), ("epsilon", dict(epsilon=nan)),
+    ("generation_batch_size", dict(num_generations=1)), ("generation_batch_size", dict(num_generations=5)),
+    ("loss_type", dict(loss_type="ppo")), ("temperature", dict(temperature=0)), ("seed", dict(seed=-1)),
+    ("epsilon_high", dict(policy_loss="cispo")), ("top_entropy_quantile", dict(top_entropy_quantile=2)),
+    ("top_entropy_quantile", dict(top_entropy_quantile=0)), ("delta", dict(delta=0)), ("max_steps", dict(max_steps=0)),
+    ("reward_weights", dict(reward_weights=[1.0, inf])), ("max_grad_norm", dict(max_grad_norm=inf)),
+    ("save_steps", dict(save_steps=0)), ("per_device_train_batch_size", dict(per_device_train_batch_size=0))])
+def test_config_errors_name_the_field(named, options):
+    with pytest.raises(ValueError, match=f"^{named}: got .*; allowed "):
+        grpo.GRPOConfig(**options)
 
 
-def rollout_and_advantages(config, advantages, kind="llama"):
-    """A rollout of a small model on the tiny task, with the advantages given (B,)."""
-    tokenizer, model = grpo.tiny_tokenizer(), make_model(kind)
-    rollout = grpo.sample_rollout(
-        model, tokenizer, grpo.tiny_problems(0)[0][: config.generation_batch_size // config.num_generations], config, 0
-    )
-    return model, rollout, grpo.broadcast_advantages(torch.tensor(advantages), rollout.completion_mask)
+def test_train_is_algorithm_1():
+    """The order of the calls; the old log-probs stand before the first of mu updates, and are the same in each."""
+    run = observe(**REFRESHED, sync_ref_model=True, ref_model_sync_steps=2, num_iterations=2)
+    order = [call.name for call in run.seen]
+    for i, call in enumerate(run.seen):
+        if call.name == "per_token_logps" and not call.learns:
+            order[i] = "π_old" if call.model is run.policy else "π_ref"
+    update = ["per_token_logps", "grpo_loss", "update"]
+    assert order == 5 * ["generate", "compute_rewards", "group_advantages", "π_old", "π_ref", *update, *update]
+    for first, second in zip(run.calls["grpo_loss"][::2], run.calls["grpo_loss"][1::2], strict=True):
+        assert torch.equal(first.old_logps, second.old_logps)
+        torch.testing.assert_close(first.logps, first.old_logps, atol=1e-5, rtol=0)       # π is π_old at first
+        assert (second.logps - second.old_logps).abs().max() > 1e-3
 
 
-def gradient_of_update(config, advantages, **kwargs):
-    model, rollout, A = rollout_and_advantages(config, advantages)
-    if config.beta > 0:
-        rollout.ref_logps = rollout.sampling_logps - 0.1
-    calls = []
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    metrics = grpo.update_policy(model, grpo.initial_state(model, None, config), rollout, A, config)
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics, calls, rollout, A
+A = (1.0, 0.0, 0.0, -1.0, 0.5, 0.0, -0.5, 0.0)
 
 
-OPTIONS = dict(num_generations=4, generation_batch_size=8, max_completion_length=10, learning_rate=0.0, max_grad_norm=1e9)
+def step_with(advantages, state=None, **options):
+    """One step with these advantages (8,): the rows of each pass that learns, rollout, metrics, gradient."""
+    model = make_model("Llama")
+    shapes = shapes_of_passes(model)
+    chosen = lambda rewards, r, config: grpo.broadcast_advantages(torch.tensor(advantages), r.completion_mask)
+    (_, r, metrics), = steps_of(model, state=state, compute_advantages=chosen, **FROZEN | options)
+    learned = [rows for rows, width in shapes if width > r.prompt_ids.size(1)]            # sampling has passes of less
+    return learned, r, metrics, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def assert_gradient_by_hand(gradient, r, advantages=A, parts=(range(8),), **options):
+    """It is that of the loss over all rows, straight from §3 and §8: the mean over parts, weighted by their rows."""
+    model = make_model("Llama")
+    for part in map(list, parts):
+        rows = (x[part] for x in (r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask))
+        logps, mask = grpo.per_token_logps(model, *rows)[0], r.loss_mask[part]
+        loss, _ = grpo.grpo_loss(logps, torch.tensor(advantages)[part], mask, entropies=r.entropies[part],
+                                 max_completion_length=10, **options)
+        (loss * len(part) / 8).backward()
+    by_hand = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert by_hand.norm() > 0.01
+    torch.testing.assert_close(gradient, by_hand, atol=1e-5 * by_hand.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(loss_type, level):
-    advantages = [1.0, -1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
-    config = grpo.GRPOConfig(**OPTIONS, loss_type=loss_type, importance_sampling_level=level, per_device_train_batch_size=8)
-    gradient, metrics, calls, rollout, A = gradient_of_update(config, advantages)
-    assert calls == [4]                                                                   # the four that teach, once
-    model = make_model("llama")                                                           # all eight by hand
-    logps, _ = grpo.per_token_logps(model, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
-    loss, _ = grpo.grpo_loss(
-        logps, A, rollout.completion_mask, loss_type=loss_type, importance_sampling_level=level, max_completion_length=10
-    )
-    loss.backward()
-    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert whole.norm() > 0.01
-    torch.testing.assert_close(gradient, whole, atol=1e-5 * whole.abs().max().item(), rtol=1e-4)
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    for rows in (1, 3):
-        parts, part_metrics, calls, _, _ = gradient_of_update(dataclasses.replace(config, per_device_train_batch_size=rows), advantages)
-        torch.testing.assert_close(parts, whole, atol=1e-5 * whole.abs().max().item(), rtol=1e-4)
-        assert part_metrics == pytest.approx(metrics, abs=1e-5) and max(calls) <= rows
+    options, found = dict(loss_type=loss_type, importance_sampling_level=level), []
+    for size, passes in ((8, [4]), (3, [3, 1]), (1, [1] * 4)):
+        learned, rollout, metrics, gradient = step_with(A, per_device_train_batch_size=size, **options)
+        assert learned == passes
+        assert_gradient_by_hand(gradient, rollout, **options)
+        found.append(metrics | {"step_time": 0})
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
 
 
-def test_equal_rows_pass_the_model_once_and_count_as_often_as_they_are():
-    model, config = make_model("llama"), grpo.GRPOConfig(**OPTIONS)
-    _, rollout, A = rollout_and_advantages(config, [1.0, -1.0, 0.5, -0.5] * 2)
-    for x in (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask):
-        x[3], x[6] = x[1].clone(), x[1].clone()                     # rows 1, 3 and 6 are now equal
-    calls = []
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    weights = torch.arange(1.0, 9.0)[:, None]
-    once = grpo.score(model, rollout, torch.arange(8), config)
-    plain, _ = grpo.per_token_logps(model, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
-    assert calls == [6, 8]
-    torch.testing.assert_close(once, plain[:, : once.size(1)], atol=2e-5, rtol=0)
-    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad((logps * weights).sum(), list(model.parameters()))]) for logps in (once, plain)]
-    torch.testing.assert_close(*gradients, atol=1e-5 * gradients[1].abs().max().item(), rtol=1e-4)
+def test_bnpo_is_local_to_a_part_and_the_top_entropies_are_the_whole_batchs():
+    _, rollout, _, gradient = step_with(A, per_device_train_batch_size=3, loss_type="bnpo")
+    assert_gradient_by_hand(gradient, rollout, parts=[range(3), range(3, 6), range(6, 8)], loss_type="bnpo")
+    for size, loss_type in ((8, "grpo"), (2, "grpo"), (2, "dapo")):
+        options = dict(loss_type=loss_type, top_entropy_quantile=0.4)
+        _, rollout, _, gradient = step_with(A, per_device_train_batch_size=size, **options)
+        assert_gradient_by_hand(gradient, rollout, **options)
 
 
-@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12), size=st.integers(1, 5), data=st.data())
-def test_microbatches_hold_each_chosen_row_once_and_are_sorted_by_length(lengths, size, data):
-    chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
-    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
-    parts = grpo.microbatches(mask, chosen, grpo.GRPOConfig(per_device_train_batch_size=size))
-    rows = [i for part in parts for i in part.tolist()]
-    assert rows == sorted((i for i in range(len(lengths)) if chosen[i]), key=lambda i: lengths[i])
-    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1) and all(0 < len(part) <= size for part in parts)
+def test_all_advantages_zero_is_a_step_without_a_pass_but_not_with_beta():
+    learned, _, metrics, gradient = step_with([0.0] * 8)
+    assert learned == [] and not gradient.any() and metrics["loss"] == metrics["grad_norm"] == 0.0
+    model = make_model("Llama")
+    state = grpo.initial_state(model, grpo.GRPOConfig(**SMALL | FROZEN, beta=0.1))
+    state.reference.lm_head.weight.data *= 0.5
+    learned, r, metrics, _ = step_with([0.0] * 8, state, beta=0.1)
+    inputs = r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask
+    kl = grpo.kl_estimate(*(grpo.per_token_logps(m, *inputs)[0] for m in (model, state.reference)))
+    assert learned == [8] and metrics["kl"] == pytest.approx((kl.sum() / r.completion_mask.sum()).item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(0.1 * metrics["kl"], rel=1e-5) and metrics["kl"] > 0.01
 
 
-def test_all_advantages_zero_is_a_step_without_a_pass():
-    gradient, metrics, calls, _, _ = gradient_of_update(grpo.GRPOConfig(**OPTIONS), [0.0] * 8)
-    assert calls == [] and not gradient.any() and metrics["loss"] == metrics["grad_norm"] == 0.0
-
-
-def test_with_beta_every_row_counts():
-    _, metrics, calls, _, _ = gradient_of_update(grpo.GRPOConfig(**OPTIONS, beta=0.1), [1.0, -1.0] + [0.0] * 6)
-    assert calls == [8] and metrics["kl"] == pytest.approx(math.expm1(-0.1) + 0.1, abs=1e-5)
-
-
-def test_the_first_of_mu_updates_finds_the_old_logps_and_the_second_uses_them():
-    config = grpo.GRPOConfig(**dict(OPTIONS, learning_rate=1e-2), lr_scheduler_type="constant", num_iterations=2)
-    model, rollout, A = rollout_and_advantages(config, [1.0, -1.0, 0.5, -0.5, 1.0, -1.0, 0.0, 0.0])
-    state, calls = grpo.initial_state(model, None, config), []
-    model.model.layers[0].register_forward_pre_hook(lambda *a: calls.append(1))
-    first = grpo.update_policy(model, state, rollout, A, config)
-    old = rollout.old_logps.clone()
-    torch.testing.assert_close(old, rollout.sampling_logps, atol=2e-5, rtol=0)
-    second = grpo.update_policy(model, state, rollout, A, config)
-    assert torch.equal(old, rollout.old_logps) and len(calls) == 2                        # one pass an update, none for π_old
-    assert first["clip_ratio/region_mean"] == 0.0 < second["clip_ratio/region_mean"]
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss(masked):
+    """Truncated rows count in the statistics of their group, too."""
+    model = make_model("Llama")
+    (_, r, metrics), = steps_of(model, mask_truncated_completions=masked, **FROZEN)
+    inputs = r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask
+    entropies, tokens = grpo.per_token_logps(model, *inputs, compute_entropy=True)[1], r.completion_mask.sum()
+    assert metrics["entropy"] == pytest.approx((entropies.sum() / tokens).item(), rel=1e-5)
+    assert metrics["completions/mean_length"] == tokens / 8 and 0 < r.terminated.sum() < 8
+    assert torch.equal(r.loss_mask, r.completion_mask * (r.terminated[:, None] | (not masked)))
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert_gradient_by_hand(gradient, r, grpo.group_advantages(torch.tensor(by_row(range(8))), 4).tolist())
 
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
-    config, problems = grpo.GRPOConfig(**OPTIONS), grpo.tiny_problems(0)[0][:2]
-    tokenizer = grpo.tiny_tokenizer()
-    rollout = grpo.sample_rollout(make_model("llama"), tokenizer, problems, config, 0)
-    assert rollout.prompts == [p["prompt"] for p in problems for _ in range(4)]
-    assert rollout.columns == {"solution": [p["solution"] for p in problems for _ in range(4)]}
-    assert [text.replace("<pad>", "") for text in tokenizer.batch_decode(rollout.prompt_ids)] == rollout.prompts
-    assert torch.equal(rollout.lengths, rollout.completion_mask.sum(1)) and rollout.lengths.unique().numel() > 1
+    seen = {}
+
+    def look(**kwargs):
+        seen.update(kwargs)
+        return by_row(kwargs["completions"])
+
+    (_, r, metrics), = steps_of(make_model("Llama"), [look])
+    tokenizer, problems = grpo.tiny_tokenizer(), {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
+    assert sorted(seen) == ["completion_ids", "completions", "prompts", "solution"]
+    assert [text.replace("<pad>", "") for text in tokenizer.batch_decode(r.prompt_ids)] == seen["prompts"]
+    assert seen["prompts"] == [p for p in seen["prompts"][::4] for _ in range(4)] and len(set(seen["prompts"])) == 2
+    assert seen["solution"] == [problems[p] for p in seen["prompts"]]
+    assert seen["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
+    texts = tokenizer.batch_decode(seen["completion_ids"], skip_special_tokens=True)
+    assert seen["completions"] == r.completions == texts
+    assert metrics["rewards/look/mean"] == metrics["reward"] == statistics.mean(by_row(range(8)))
 
 
 def test_every_eos_id_ends_a_completion():
-    model = make_model("llama")
-    assert grpo.eos_token_ids(model, grpo.tiny_tokenizer()) == sorted({1, model.generation_config.eos_token_id} - {None})
+    model, tokenizer = make_model("Llama"), grpo.tiny_tokenizer()
+    assert grpo.eos_token_ids(model, tokenizer) == [1]
     model.generation_config.eos_token_id = [5, 7]
-    assert grpo.eos_token_ids(model, grpo.tiny_tokenizer()) == [1, 5, 7]
-    rollout = grpo.sample_rollout(model, grpo.tiny_tokenizer(), grpo.tiny_problems(0)[0][:2], grpo.GRPOConfig(**OPTIONS), 0)
-    last = rollout.completion_ids.gather(1, rollout.lengths[:, None] - 1).squeeze(1)
-    assert torch.equal(rollout.terminated, torch.isin(last, torch.tensor([1, 5, 7]))) and torch.isin(last, torch.tensor([5, 7])).any()
+    assert grpo.eos_token_ids(model, tokenizer) == [1, 5, 7]
+    (_, r, metrics), = steps_of(model)
+    last = r.completion_ids.gather(1, r.completion_mask.sum(1, keepdim=True) - 1).squeeze(1)
+    assert torch.equal(r.terminated, torch.isin(last, torch.tensor([1, 5, 7]))) and {5, 7} & set(last.tolist())
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 - r.terminated.float().mean().item())
 
 
-def test_the_logged_entropy_is_that_of_the_distributions():
-    config = grpo.GRPOConfig(**OPTIONS)
-    model, rollout, A = rollout_and_advantages(config, [1.0, -1.0] * 4)
-    state, rewards = grpo.initial_state(model, None, config), torch.arange(8.0)[:, None]
-    metrics = grpo.step_metrics(state, rollout, rewards, grpo.update_policy(model, state, rollout, A, config), [len], config)
-    _, entropies = grpo.per_token_logps(
-        make_model("llama"),
-        rollout.prompt_ids,
-        rollout.prompt_mask,
-        rollout.completion_ids,
-        rollout.completion_mask,
-        compute_entropy=True,
-    )
-    assert metrics["entropy"] == pytest.approx((entropies.sum() / rollout.completion_mask.sum()).item(), rel=1e-5)
-    assert metrics["rewards/len/mean"] == metrics["reward"] == 3.5 and metrics["frac_reward_zero_std"] == 0.0
+def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
+    kept = []
+
+    def keep(rewards_per_func, rollout, config):
+        kept.append((rewards_per_func.tolist(), copy.deepcopy(rollout)))
+        last = rollout.completion_mask.sum(1, keepdim=True) - 1
+        return grpo.process_advantages(rewards_per_func[:, :1], last, rollout.completion_mask, config.num_generations)
+
+    steps = steps_of(make_model("Llama"), (by_row, first_two), compute_advantages=keep, max_steps=2, num_iterations=2,
+                     beta=0.1, top_entropy_quantile=0.5, mask_truncated_completions=True)
+    for _, after, _ in steps:
+        rewards, before = kept.pop()
+        assert rewards == torch.tensor([by_row(range(8)), first_two(range(8))]).T.tolist()
+        for name, a in vars(before).items():
+            b = getattr(after, name)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.logps = None
 
 
-def test_the_gradient_is_that_of_all_processes(monkeypatch):
-    """With two processes that do the same, sums double and normalisers double: the gradient is that of one."""
-    config = grpo.GRPOConfig(**OPTIONS)
-    one, metrics, *_ = gradient_of_update(config, [1.0, -1.0, 0.5, -0.5] * 2)
-    monkeypatch.setattr(grpo.module, "all_reduce", lambda x: x.mul_(2))
-    two, both, *_ = gradient_of_update(config, [1.0, -1.0, 0.5, -0.5] * 2)
-    torch.testing.assert_close(one, two)
-    assert both == pytest.approx(metrics, rel=1e-5)
+def test_a_run_that_stops_early_goes_on_from_its_state():
+    whole, parts, options = make_model("Llama"), make_model("Llama"), dict(max_steps=4, beta=0.1, num_iterations=2)
+    metrics = [m | {"step_time": 0} for _, _, m in steps_of(whole, **options)]
+    half = steps_of(parts, **options)
+    next(half)
+    state, _, _ = next(half)
+    half.close()
+    assert [m | {"step_time": 0} for _, _, m in steps_of(parts, state=state, **options)] == metrics[2:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters())) and state.step == 4
 
 
-def test_masked_truncated_completions_and_low_entropy_tokens_have_advantage_zero():
-    config = grpo.GRPOConfig(**OPTIONS, mask_truncated_completions=True)
-    _, rollout, _ = rollout_and_advantages(config, [1.0] * 8)
-    assert 0 < rollout.terminated.sum() < 8
-    rewards, before = torch.arange(8.0)[:, None], rollout.completion_mask
-    A = grpo.compute_advantages(rewards, rollout, config)
-    assert torch.equal(rollout.completion_mask, before * rollout.terminated[:, None]) and not A[~rollout.terminated].any()
-    want = grpo.group_advantages(rewards[:, 0], 4)                                        # truncated rows count in the statistics
-    assert torch.equal(A[:, 0][rollout.terminated], want[rollout.terminated])
-    config = grpo.GRPOConfig(**OPTIONS, top_entropy_quantile=0.3)
-    _, rollout, _ = rollout_and_advantages(config, [1.0] * 8)
-    A = grpo.compute_advantages(rewards, rollout, config)
-    assert torch.equal(A != 0, grpo.top_entropy_mask(rollout.entropies, rollout.completion_mask, 0.3) != 0)
+@pytest.fixture(scope="module")
+def rollout():
+    (_, rollout, _), = steps_of(make_model("Llama"))
+    return rollout
 
 
-def test_the_entropy_quantile_is_that_of_all_processes(monkeypatch):
-    config = grpo.GRPOConfig(**OPTIONS, top_entropy_quantile=0.3)
-    _, rollout, _ = rollout_and_advantages(config, [1.0] * 8)
-    whole = grpo.compute_advantages(torch.arange(8.0)[:, None], rollout, config)
-    halves = [dataclasses.replace(rollout, completion_mask=rollout.completion_mask[rows], entropies=rollout.entropies[rows],
-                                  sampling_logps=rollout.sampling_logps[rows]) for rows in (slice(4), slice(4, 8))]
-    room = lambda x: torch.nn.functional.pad(x, (0, 10 - x.size(1)))
-    for rank, own in enumerate(halves):
-        monkeypatch.setattr(
-            grpo.module,
-            "gather",
-            lambda x: torch.cat([room(getattr(h, "entropies" if x.is_floating_point() else "completion_mask")) for h in halves]),
-        )
-        monkeypatch.setattr(grpo.module, "own_share", lambda rows: rows[4 * rank : 4 * rank + 4])
-        assert torch.equal(grpo.compute_advantages(torch.arange(8.0)[:, None], own, config), whole[4 * rank : 4 * rank + 4])
-
-
-def test_epochs_are_shuffled_and_complete():
-    config = grpo.GRPOConfig(num_generations=2, generation_batch_size=6)                  # 3 prompts a step
-    seen = [row for step in range(14) for row in grpo.sample_batch(list(range(7)), config, step)]
-    epochs = [seen[i : i + 7] for i in range(0, 42, 7)]
-    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len({tuple(e) for e in epochs}) == 6
-    assert seen[:3] == grpo.sample_batch(list(range(7)), config, 0)
-
-
-def test_a_column_of_the_dataset_cannot_stand_for_the_completions():
-    _, rollout = rollout_of("1", "2", completions=["x", "y"], solution=["1", "1"])
-    assert grpo.compute_rewards([grpo.accuracy_reward], rollout).tolist() == [[1.0], [0.0]]
-
-
-@pytest.mark.parametrize("result", [[1.0], ["a"] * 8, None, [math.inf] * 8, 3.0])
-def test_a_reward_function_that_returns_nonsense_is_named(result):
+@pytest.mark.parametrize("result", [
+    [1.0], [1.0] * 9, ["a"] * 8, "11111111", dict.fromkeys(range(8), 1.0), None, 3.0, [inf] * 8, [10**400] * 8,
+    [[1.0]] * 8], ids=lambda result: repr(result)[:30])
+def test_a_reward_function_that_returns_nonsense_is_named(result, rollout):
     def odd(completions, **kwargs):
         return result
-    _, rollout, _ = rollout_and_advantages(grpo.GRPOConfig(**OPTIONS), [1.0] * 8)
-    with pytest.raises(ValueError, match="reward function odd: got .*; allowed is a list of 8 finite numbers or None"):
-        grpo.compute_rewards([odd], rollout)
+
+    with pytest.raises(ValueError, match="reward function odd: got .*; allowed is "):
+        grpo.compute_rewards([by_row, odd], rollout)
 
 
-def rollout_of(*completions, prompt="47+85=", **columns):
-    """A rollout of these texts, as one group of the tiny task."""
-    tokenizer = grpo.tiny_tokenizer()
-    ids = tokenizer([text + "<eos>" for text in completions], padding=True, padding_side="right", return_tensors="pt")
-    B, mask = len(completions), ids["attention_mask"]
-    return tokenizer, grpo.Rollout(
-        prompts=[prompt] * B,
-        completions=list(completions),
-        columns={k: list(v) for k, v in columns.items()},
-        prompt_ids=None,
-        prompt_mask=None,
-        completion_ids=ids["input_ids"],
-        completion_mask=mask,
-        lengths=mask.sum(1),
-        terminated=torch.ones(B).bool(),
-        sampling_logps=torch.zeros(mask.shape),
-        entropies=torch.zeros(mask.shape),
-    )
+def test_no_reward_is_nan_and_is_said_once(rollout):
+    def silent(completions, **kwargs):
+        return [None] * 8
 
+    def partly(completions, **kwargs):
+        return torch.tensor([nan, 0, 0, 0, 0, 0, 0, 0])             # a tensor will do, and NaN is None
 
-def test_steps_end_at_the_separator_at_the_think_tag_and_at_the_last_token():
-    tokenizer, rollout = rollout_of("<think>7+5=12,4+8+1=13</think>132", "<think>7</think>", "13,,2")
-    seen, config = {}, grpo.GRPOConfig(**OPTIONS, step_separator=",")
-
-    def steps_of(steps, prompts, **kwargs):
-        seen["steps"] = steps
-        return [[float(10 * i + j) if j else None for j in range(len(row))] for i, row in enumerate(steps)]
-
-    rewards, ends = grpo.compute_step_rewards(steps_of, rollout, tokenizer, config)
-    assert seen["steps"] == [["<think>7+5=12,", "4+8+1=13</think>", "132"], ["<think>7</think>"], ["13,", ",", "2"]]
-    assert ends.tolist() == [[7, 16, 20], [3, 0, 0], [2, 3, 5]]                           # an EOS alone is no step
-    torch.testing.assert_close(rewards, torch.tensor([[nan, 1.0, 2.0], [nan, nan, nan], [nan, 21.0, 22.0]]), equal_nan=True)
-    assert grpo.compute_step_rewards(None, rollout, tokenizer, config) is None
-    for wrong in ([[1.0]] * 3, [1.0] * 3, [[1.0] * 3, [1.0], [inf] * 3]):
-        with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is a list of 3 lists of finite numbers"):
-            grpo.compute_step_rewards(lambda steps, **kwargs: wrong, rollout, tokenizer, config)
-
-
-def test_steps_keep_the_spaces_that_a_token_alone_does_not_show():
-    from tokenizers import Tokenizer, decoders, models
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", "<eos>", "▁one", "▁two", ";", "▁;;", "\n"])}, unk_token="<pad>"))
-    words.decoder = decoders.Metaspace()                                                  # as Llama's: decode([3]) is "two"
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    _, rollout = rollout_of("12", "12")
-    rollout.completion_ids = torch.tensor([[2, 3, 4, 3, 2, 4, 6, 1], [2, 5, 3, 1, 0, 0, 0, 0]])
-    rollout.lengths, seen = torch.tensor([8, 4]), {}
-    _, ends = grpo.compute_step_rewards(lambda steps, **kwargs: seen.update(steps=steps) or [[1.0] * len(row) for row in steps],
-                                        rollout, tokenizer, grpo.GRPOConfig(**OPTIONS, step_separator=";"))
-    assert tokenizer.decode([3]) == "two" and seen["steps"] == [["one two;", " two one;\n"], ["one ;;", " two"]]
-    assert ends.tolist() == [[2, 7], [1, 3]]
-
-
-def test_rewards_by_objects_without_a_name_and_by_none_at_all():
-    class Score:
-        def __call__(self, completions, **kwargs):
-            return [float(len(c)) for c in completions]
-
-    tokenizer, rollout = rollout_of("12", "132")
-    assert grpo.compute_rewards([Score(), functools.partial(Score())], rollout).tolist() == [[2.0, 2.0], [3.0, 3.0]]
-    with pytest.raises(ValueError, match=r"reward function partial: TypeError: .*the dataset's columns are prompt\)"):
-        grpo.compute_rewards([functools.partial(len)], rollout)
-    assert grpo.compute_rewards([], rollout).shape == (2, 0)
-    config, seen = grpo.GRPOConfig(**OPTIONS, max_steps=1, step_separator=","), []
-    grpo.train(grpo.tiny_model(tokenizer, 0), tokenizer, grpo.tiny_problems(0)[0], [], config, report=lambda state, m: seen.append(m),
-               step_reward_func=grpo.addition_steps)                                      # steps alone may teach
-    assert math.isnan(seen[0]["reward"]) and 0 <= seen[0]["rewards/steps/mean"] <= 1
-
-
-def test_the_tiny_task_has_step_rewards_and_they_become_advantages():
-    right, forgot = "<think>7+5=12,4+8+1=13</think>132", "<think>7+5=12,4+8+0=12</think>122"
-    tokenizer, rollout = rollout_of(right, forgot, "<think>7+5=11,4+8+1=13</think>131", "122")
-    config = grpo.GRPOConfig(**OPTIONS, step_separator=",")
-    step_rewards = grpo.compute_step_rewards(grpo.addition_steps, rollout, tokenizer, config)
-    torch.testing.assert_close(
-        step_rewards[0], torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, nan, nan]]), equal_nan=True
-    )
-    assert grpo.addition_steps(["47+85="], [["<think>7+5=12,", "4+8+1=13</think>", "132", "", "132"]]) == [[1.0, 1.0, 1.0, 0.0, 0.0]]
-    outcome = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
-    A = grpo.compute_advantages(outcome, rollout, config, step_rewards)
-    want = grpo.process_advantages(*step_rewards, rollout.completion_mask, 4) + grpo.broadcast_advantages(
-        grpo.group_advantages(outcome[:, 0], 4), rollout.completion_mask
-    )
-    torch.testing.assert_close(A, want)
-    assert torch.equal(
-        grpo.compute_advantages(torch.zeros(4, 0), rollout, config, step_rewards),
-        grpo.process_advantages(*step_rewards, rollout.completion_mask, 4),
-    )
-
-
-def test_the_reward_model_pairs_best_with_worst_learns_and_replays(monkeypatch):
-    tokenizer, rollout = rollout_of("1", "2", "3", "4", "5", "6", "7", "8", prompt="9+9=")
-    policy, config = make_model("gpt2"), grpo.GRPOConfig(
-        **OPTIONS, train_reward_model=True, reward_model_learning_rate=1e-2, replay_share=0.25
-    )
-    judge = grpo.initial_state(policy, tokenizer, config).reward_model
-    for name, weight in judge.model.base_model.named_parameters():
-        assert torch.equal(weight, dict(policy.base_model.named_parameters())[name])      # it starts from the policy's body
-    judge.remember(rollout, torch.tensor([0.5, 2.0, nan, 1.0, 3.0, 3.0, 3.0, 3.0]), 4)
-    assert judge.pairs == [["9+9=2", "9+9=1"]]                                            # one abstained, and equals make no pair
-    judge.remember(rollout, torch.tensor([1.0, 4.0, 2.0, 3.0, 0.0, 1.0, 1.0, 0.0]), 4)
-    assert judge.pairs[1:] == [["9+9=2", "9+9=1"], ["9+9=4", "9+9=3"], ["9+9=6", "9+9=8"], ["9+9=7", "9+9=5"]]
-    asked, score = [], judge.score
-    monkeypatch.setattr(judge, "score", lambda texts: (asked.append(texts), score(texts))[1])
-    judge.learn(config, 1, 20)
-    assert judge.pairs == [] and len(judge.replay) == 5 and {len(texts) for texts in asked} == {128}
-    for better, worse in judge.replay:
-        assert score([better])[0] > score([worse])[0]
-    del asked[:]
-    judge.pairs = [["new", "pair"]]
-    monkeypatch.setattr(judge, "score", lambda texts: (asked.append(texts), score(["1"] * len(texts)))[1])
-    judge.learn(config, 2, 3)
-    assert [texts[:64].count("new") for texts in asked] == [48] * 3 and len(judge.replay) == 6      # a quarter of each batch is replayed
-    judge.learn(config, 3, 3)
-    assert len(asked) == 3                                                                # nothing new: nothing to do
-
-
-def test_with_a_learned_reward_its_score_alone_counts_and_the_truth_ranks(models, data):
-    config, rewards = grpo.GRPOConfig(**OPTIONS, train_reward_model=True), torch.tensor([[5.0, 0.0], [6.0, 1.0]])
-    assert grpo.total_reward(rewards, config).tolist() == [5.0, 6.0]
-    assert grpo.total_reward(rewards, dataclasses.replace(config, train_reward_model=False)).tolist() == [5.0, 7.0]
-    out = data / "out"
-    assert grpo.main(["--model", str(models / "qwen2"), "--dataset", f"{data}/chat.jsonl", "--output_dir", str(out), *QUICK, *EVERYTHING,
-                      "--reward_funcs", f"{data}/my_rewards.py:length", "--reward_weights", "2", "--step_reward_func", "addition_steps",
-                      "--step_separator", ","]) == 2                                      # addition_steps reads text, not messages
-    assert grpo.main(["--model", str(models / "qwen2"), "--dataset", f"{data}/chat.jsonl", "--output_dir", str(out), *QUICK, *EVERYTHING,
-                      "--reward_funcs", f"{data}/my_rewards.py:length", "--reward_weights", "2"]) == 0
-    last = lines_of(out)[-1]
-    assert last["reward"] == pytest.approx(last["rewards/reward_model/mean"]) and last["rewards/length/mean"] < 0
-    pairs, replay = json.loads((out / "checkpoint/run.json").read_text())["pairs"]
-    assert pairs == [] and len(replay) > 0 and all(len(pair) == 2 for pair in replay)
-    transformers.AutoModelForSequenceClassification.from_pretrained(out / "checkpoint/reward_model")
-
-
-def test_the_reward_model_scores_many_texts_as_it_scores_each():
-    judge = grpo.initial_state(make_model("llama"), grpo.tiny_tokenizer(), grpo.GRPOConfig(**OPTIONS, train_reward_model=True)).reward_model
-    prompts, completions = [f"{i}+{7 * i}=" for i in range(70)], [str(8 * i) * (1 + i % 5) for i in range(70)]
-    sizes = []
-    judge.model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
-    together = judge(prompts, completions)
-    assert sizes == [64, 6] and len({round(score, 4) for score in together}) > 60
-    assert together == pytest.approx([judge([p], [c])[0] for p, c in zip(prompts, completions)], abs=1e-5)
-
-
-def test_train_called_without_a_state_makes_the_reward_model_itself():
-    def length(completion_ids, **kwargs):
-        return [float(len(ids)) for ids in completion_ids]
-
-    tokenizer, seen = grpo.tiny_tokenizer(), []
-    config = grpo.GRPOConfig(**OPTIONS, train_reward_model=True, ref_model_sync_steps=1, reward_model_steps=1, max_steps=2)
-    problems = grpo.tiny_problems(0)[0][:8]
-    state = grpo.train(grpo.tiny_model(tokenizer, 0), tokenizer, problems, [length], config, report=lambda state, m: seen.append(m))
-    assert len(state.reward_model.replay) > 0 and state.reward_model.pairs == []
-    assert all(m["reward"] == pytest.approx(m["rewards/reward_model/mean"]) and m["rewards/length/mean"] > 1 for m in seen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            rewards = grpo.compute_rewards([silent, partly], rollout)
+        grpo.compute_rewards([partly, by_row], rollout)             # each row has a reward, each function gave one
+    assert rewards.isnan().tolist() == [[True, True]] + [[True, False]] * 7
+    said = sorted(str(warning.message) for warning in caught)
+    assert len(said) == 2 and "no reward" in said[0] and "reward function silent" in said[1]
 
 
 # §11 Command line ----------------------------------------------------------------------------------------------------
 
+REWARDS = '''
+import json, os, signal, time
+from pathlib import Path
 
-def chat_tokenizer():
-    tokenizer = grpo.tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    return tokenizer
+calls = []
+
+
+def length(prompts, completions, completion_ids, solution, **kwargs):
+    """A reward for every row but those with a 7; first it does what a test has planned."""
+    calls.append([prompts, completions])
+    plan = Path(__file__).with_name("plan.py")
+    if plan.exists():
+        exec(plan.read_text())
+    rows = enumerate(zip(completions, completion_ids))
+    return [None if "7" in text else i % 4 - 0.1 * len(ids) for i, (text, ids) in rows]
+'''
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders of random models of three architectures, and of a sequence-classification model."""
     root = tmp_path_factory.mktemp("models")
-    for kind in ("gpt2", "llama", "qwen2"):
-        make_model(kind).save_pretrained(root / kind)
-        chat_tokenizer().save_pretrained(root / kind)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(**TINY_SHAPE, vocab_size=20, num_labels=1)
-    transformers.LlamaForSequenceClassification(config).save_pretrained(root / "judge")
-    chat_tokenizer().save_pretrained(root / "judge")
+    for name in ("GPT2", "Llama", "Qwen2", "judge"):
+        judge = name == "judge"
+        model = make_model("Llama", "AutoModelForSequenceClassification") if judge else make_model(name)
+        model.save_pretrained(root / name)
+        chat_tokenizer().save_pretrained(root / name)
     return root
 
 
 @pytest.fixture
-def data(tmp_path):
-    problems = grpo.tiny_problems(0)[0][:12]
-    chats = [{"prompt": [{"role": "user", "content": p["prompt"].rstrip("=")}], "solution": p["solution"]} for p in problems]
-    for name, rows in (("text", problems), ("chat", chats)):
+def data(models, tmp_path):
+    """A folder with the models, two datasets and a file of rewards."""
+    text = grpo.tiny_problems(0)[0][:12]
+    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in text]
+    for name, rows in (("text", text), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "my_rewards.py").write_text(
-        "def length(prompts, completions, completion_ids, solution, **kwargs):\n"
-        "    assert len(prompts) == len(completions) == len(completion_ids) == len(solution)\n"
-        "    return [None if i % 3 == 0 else -float(len(ids)) for i, ids in enumerate(completion_ids)]\n"
-        "def broken(completions, **kwargs):\n    return [1.0]\n"
-        "def raises(completions, **kwargs):\n    raise KeyError('oh')\n")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "models").symlink_to(models)
     return tmp_path
 
 
-QUICK = "--max_steps 2 --num_generations 4 --generation_batch_size 8 --max_completion_length 6".split()
+def command(data, **options):
+    """The arguments of a short run; None leaves a flag out."""
+    usual = dict(model=data / "models/Llama", dataset=data / "text.jsonl", num_generations=4, generation_batch_size=8,
+                 reward_funcs=["think_format", f"{data}/rewards.py:length"], max_completion_length=6, max_steps=2,
+                 learning_rate=0.01, output_dir=data / "out")
+    words = []
+    for name, value in (usual | options).items():
+        if value is not None:
+            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return list(map(str, words))
+
+
+def plan(data, call, what):
+    """What the reward function shall do at this call of it."""
+    (data / "plan.py").write_text(f"if len(calls) == {call}:\n    {what}\n")
+
+
+def cli(*arguments):
+    """main() in this process: its exit code and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = grpo.main([str(word) for word in arguments])
+        except SystemExit as exit:
+            code = exit.code
+    return types.SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def python(*arguments, **environment):
+    """A process of its own, with one thread as here: how many threads add up decides the last bit."""
+    words = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(words, capture_output=True, text=True, timeout=1200, env=environment, cwd=HERE)
 
 
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """metrics.jsonl, without the times."""
+    return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind, prompts", [("gpt2", "text"), ("llama", "chat"), ("qwen2", "text"), ("qwen2", "chat")])
-def test_any_causal_lm_trains_on_a_file(kind, prompts, models, data, capsys):
-    out = data / "out"
-    rewards = ["accuracy", f"{data}/my_rewards.py:length", str(models / "judge"), "soft_overlong"]
-    assert (
-        grpo.main(
-            [
-                "--model",
-                str(models / kind),
-                "--dataset",
-                f"{data}/{prompts}.jsonl",
-                "--output_dir",
-                str(out),
-                "--learning_rate",
-                "1e-3",
-                "--reward_weights",
-                "1",
-                "0.1",
-                "2",
-                "0.5",
-                "--beta",
-                "0.1",
-                *QUICK,
-                "--reward_funcs",
-                *rewards,
-            ]
-        )
-        == 0
-    )
-    lines = lines_of(out)
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_run(a, b):
+    assert lines_of(a) == lines_of(b)
+    one, other = (safetensors.torch.load_file(folder / "checkpoint/model.safetensors") for folder in (a, b))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.fixture
+def whole(data):
+    """Five steps that nothing stops."""
+    assert cli(*command(data, max_steps=5, save_steps=1, output_dir=data / "whole")).code == 0
+    return data / "whole"
+
+
+@pytest.mark.parametrize("kind, prompts", [("GPT2", "text"), ("Llama", "chat"), ("Qwen2", "chat")])
+def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
+    plan(data, 2, "Path(__file__).with_name('seen.json').write_text(json.dumps(calls[-1]))")
+    rewards = ["accuracy", f"{data}/rewards.py:length", str(data / "models/judge")]
+    done = cli(*command(data, model=data / "models" / kind, dataset=data / f"{prompts}.jsonl", reward_funcs=rewards,
+                        beta=0.1, reward_weights=[1, 0.1, 2]))
+    assert done.code == 0 and str(data / "out") in done.out.splitlines()[-1]
+    lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
-    for line in lines:
-        means = [line[f"rewards/{name}/mean"] for name in ("accuracy_reward", "length", "judge", "soft_overlong_punishment")]
-        assert all(isinstance(mean, float) for mean in means)
-    trained = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
-    before = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+    assert {f"rewards/{name}/mean" for name in ("accuracy_reward", "length", "judge")} < set(lines[0])
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
+    pairs = zip(*json.loads((data / "seen.json").read_text()))
+    texts = [p + c if prompts == "text" else "".join(message["content"] for message in p + c) for p, c in pairs]
+    scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
+    assert lines[1]["rewards/judge/mean"] == pytest.approx(statistics.mean(scores), abs=1e-5)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    trained, before = load(data / "out/checkpoint"), load(data / "models" / kind)
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters()))
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert transformers.AutoTokenizer.from_pretrained(data / "out/checkpoint").decode([2, 5, 3]) == "<think>1</think>"
+    assert (data / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch, capsys):
-    cold_start = grpo.cold_start
-    monkeypatch.setattr(grpo.module, "cold_start", lambda *args: cold_start(*args, steps=3))
-    out = tmp_path / "out"
-    assert grpo.main(["--model", "tiny", "--max_steps", "3", "--generation_batch_size", "32", "--output_dir", str(out)]) == 0
-    printed = capsys.readouterr().out.splitlines()
+def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
+    seeds, out = {}, tmp_path / "out"
+    for name, fewer in (("tiny_model", {}), ("tiny_problems", {}), ("cold_start", {"steps": 3})):
+        def call(*args, name=name, function=getattr(grpo, name), fewer=fewer):
+            seeds[name] = inspect.signature(function).bind(*args).arguments["seed"]
+            return function(*args, **fewer)
+        monkeypatch.setattr(grpo.module, name, call)
+    flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
+    done = cli(*flags, "--output_dir", out)
+    printed = done.out.splitlines()
+    assert done.code == 0 and seeds == {"tiny_model": 3, "tiny_problems": 3, "cold_start": 3}
     assert re.fullmatch(r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)", printed[-1])
-    assert sum("right" in line or "wrong" in line for line in printed) == 8               # four before, four after
-    assert any("loss stays near 0" in line for line in printed)
-    names = {
-        "step",
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "reward",
-        "reward_std",
-        "frac_reward_zero_std",
-        "entropy",
-        "num_tokens",
-        "step_time",
-        "clip_ratio/low_mean",
-        "clip_ratio/high_mean",
-        "clip_ratio/region_mean",
-        "completions/clipped_ratio",
-        "sampling/sampling_logp_difference/max",
-        *(f"rewards/{f}_reward/{s}" for f in ("accuracy", "think_format") for s in ("mean", "std")),
-        *(f"completions/{k}_{n}" for k in ("mean", "min", "max") for n in ("length", "terminated_length")),
-    }
-    assert [set(line) for line in lines_of(out)] == [names] * 3
-    for line in lines_of(out):
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
-    assert transformers.AutoTokenizer.from_pretrained(out / "checkpoint").decode([2, 5, 3]) == "<think>1</think>"
-    text = README.read_text()
-    assert all(f"`{name}`" in text for name in names if "rewards/" not in name), "a metric that the README does not explain"
+    assert sum(" right " in line or " wrong" in line for line in printed[1:]) == 6        # three before, three after
+    job = torch.load(out / "checkpoint/trainer_state.pt", weights_only=True)["job"]
+    preset = dict(loss_type="grpo", use_bias_correction_kl=False, beta=0.5)           # the flag wins, and tiny's sizes
+    sizes = {name: grpo.TINY[name] for name in ("num_generations", "max_completion_length", "learning_rate")}
+    assert {name: job[name] for name in preset | sizes} == preset | sizes
+    names = """step loss grad_norm learning_rate reward reward_std frac_reward_zero_std entropy kl clip_ratio/low_mean
+        clip_ratio/high_mean clip_ratio/region_mean completions/clipped_ratio completions/mean_length step_time
+        rewards/accuracy_reward/mean rewards/think_format_reward/mean"""
+    assert [set(line) for line in lines_of(out)] == [set(names.split())] * 2
 
 
 def test_problems_and_teacher():
@@ -2444,400 +1911,304 @@ def test_problems_and_teacher():
     assert len(train) == 7600 and len(held_out) == 500 and len({p["prompt"] for p in train + held_out}) == 8100
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
-    for problem in train[:200]:
-        assert grpo.accuracy_reward([grpo.teacher_trace(problem["prompt"], False)[:-5]], [problem["solution"]]) == [1.0]
-        assert grpo.think_format_reward([grpo.teacher_trace(problem["prompt"], True)[:-5]]) == [1.0]
+    right, forgot = ([grpo.teacher_trace(p["prompt"], forgets)[:-5] for p in held_out] for forgets in (False, True))
+    assert grpo.accuracy_reward(right, [p["solution"] for p in held_out]) == [1.0] * 500
+    assert grpo.think_format_reward(forgot) == [1.0] * 500
 
 
-@pytest.mark.parametrize("options, signal, code", [
-    ([], "SIGTERM", 143), (["--beta", "0.1", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "3"], "SIGINT", 130)])
-def test_a_resumed_run_ends_bit_for_bit_like_one_never_stopped(options, signal, code, models, data, capsys):
-    common = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", "--learning_rate", "1e-2", *QUICK, "--max_steps", "5",
-              "--save_steps", "2", *options]
-    assert grpo.main([*common, "--output_dir", str(data / "whole")]) == 0
-    (data / "stop.py").write_text(
-        "import os, signal\ncalls = []\n"
-        "def stop(completions, **kwargs):\n    calls.append(1)\n"
-        "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGNAL)\n    return [None] * len(completions)\n".replace(
-            "SIGNAL", signal
-        )
-    )
-    (data / "go.py").write_text("def stop(completions, **kwargs):\n    return [None] * len(completions)\n")
-    rewards = ["--reward_funcs", "accuracy", "think_format"]
-    assert grpo.main([*common, "--output_dir", str(data / "whole"), *rewards, f"{data}/go.py:stop"]) == 0
-    assert grpo.main([*common, "--output_dir", str(data / "parts"), *rewards, f"{data}/stop.py:stop"]) == code
-    assert f"stopped after step 2; to go on: python grpo.py --resume_from_checkpoint {data}/parts/checkpoint" in capsys.readouterr().out
-    assert [line["step"] for line in lines_of(data / "parts")] == [1, 2]
-    (data / "stop.py").write_text((data / "go.py").read_text())
-    assert grpo.main(["--resume_from_checkpoint", str(data / "parts/checkpoint")]) == 0
-    drop = lambda lines: [{k: v for k, v in line.items() if k != "step_time"} for line in lines]
-    assert drop(lines_of(data / "parts")) == drop(lines_of(data / "whole"))
-    a, b = (safetensors.torch.load_file(data / name / "checkpoint/model.safetensors") for name in ("parts", "whole"))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def test_output_dir_and_save_steps(data, monkeypatch):
+    """An earlier run is never overwritten; a checkpoint comes every save_steps steps, and at the end."""
+    monkeypatch.chdir(data)
+    for name in ("grpo-output", "grpo-output-2", "grpo-output-3"):
+        assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
+    saved, save = [], transformers.PreTrainedModel.save_pretrained
+
+    def note(model, *args, **kwargs):
+        saved.append(len(lines_of(data / "out")))
+        return save(model, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", note)
+    assert cli(*command(data, max_steps=5, save_steps=2)).code == 0 and saved == [2, 4, 5]
+    before, done = files_of(data / "out"), cli(*command(data))
+    assert done.code == 2 and "output_dir: got" in done.err and before == files_of(data / "out")
 
 
-def test_resume_refuses_other_options_and_damaged_files(models, data, capsys):
-    out = data / "out"
-    common = ["--model", str(models / "gpt2"), "--dataset", f"{data}/text.jsonl", "--output_dir", str(out), *QUICK]
-    assert grpo.main(common) == 0
-    resume = ["--resume_from_checkpoint", str(out / "checkpoint")]
-    assert grpo.main([*resume, "--beta", "0.5", "--seed", "42"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "beta = 0.5 (was 0.0)" in error and "seed" not in error
-    for file in sorted((out / "checkpoint").rglob("*.*")):
-        whole, half = file.read_bytes(), file.stat().st_size // 2
-        damages = [None, whole[:half], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]]
-        for damage in damages[: 2 if file.name == "run.json" else 3]:                     # gone, cut off, one bit flipped
-            file.unlink() if damage is None else file.write_bytes(damage)
-            assert grpo.main(resume) == 2 and "resume_from_checkpoint: cannot read" in capsys.readouterr().err.splitlines()[-1], file
-        file.write_bytes(whole)
-    assert grpo.main(resume) == 0
+@pytest.mark.parametrize("name, options", [
+    ("SIGTERM", {}), ("SIGHUP", dict(beta=0.1)),
+    ("SIGINT", dict(num_iterations=2, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2))])
+def test_a_stopped_run_goes_on_with_the_printed_command_bit_for_bit(name, options, data):
+    assert cli(*command(data, output_dir=data / "whole", max_steps=5, **options)).code == 0
+    plan(data, 3, f"os.kill(os.getpid(), signal.{name})")
+    done = cli(*command(data, output_dir=data / "a folder", max_steps=5, **options))
+    assert done.code == 128 + getattr(signal, name) and len(lines_of(data / "a folder")) == 3
+    (data / "plan.py").unlink()
+    printed = re.search(r"^stopped after step 3; to go on: python \S+ (--.*)", done.out, re.M)[1]
+    assert cli(*shlex.split(printed)).code == 0
+    assert_same_run(data / "a folder", data / "whole")
 
 
-def without_times(folder):
-    return [{k: v for k, v in line.items() if k != "step_time"} for line in lines_of(folder)]
+def test_a_resumed_run_takes_the_same_options_and_leaves_a_copys_original_alone(data, whole):
+    plan(data, 3, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert cli(*command(data, max_steps=5)).code == 143
+    (data / "plan.py").unlink()
+    out, resume = data / "out", lambda folder, **options: cli(*command(
+        data, **dict(resume_from_checkpoint=folder / "checkpoint", max_steps=5) | options))
+    changes = dict(beta=0.5, seed=43, max_steps=6, model=data / "models/Qwen2", reward_funcs=["think_format"],
+                   dataset=data / "chat.jsonl")
+    for name, value in changes.items():
+        done = resume(out, **{name: value})
+        assert done.code == 2 and f"{name} = {value} (was" in done.err and done.err.count("(was") == 1, done.err
+    shutil.copytree(out, data / "copy")
+    before = files_of(out)
+    assert resume(data / "copy").code == 2                          # --output_dir names the original
+    assert resume(data / "copy", output_dir=None, save_steps=1, per_device_train_batch_size=9).code == 0
+    assert resume(out, output_dir=data / "new").code == 0 and files_of(out) == before
+    (out / "checkpoint").rename(data / "elsewhere")
+    (out / "checkpoint").symlink_to(data / "elsewhere")
+    assert resume(out, save_steps=1).code == 0 and (out / "checkpoint").is_symlink()
+    for folder in (data / "copy", data / "new", out):
+        assert_same_run(folder, whole)
 
 
-def assert_same_files(a, b, names=("model.safetensors", "optimizer.pt")):
-    for name in names:
-        x, y = ((folder / "checkpoint" / name).read_bytes() for folder in (a, b))
-        assert x == y, f"{name} differs"
-
-
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}       # as here: how many threads add up decides the last bit
-EVERYTHING = ["--learning_rate", "1e-3", "--beta", "0.05", "--num_iterations", "2", "--sync_ref_model", "--ref_model_sync_steps", "2",
-              "--train_reward_model", "--reward_model_steps", "3"]
-
-
-def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(models, data):
-    common = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--max_steps", "24", "--save_steps", "1",
-              "--reward_funcs", f"{data}/my_rewards.py:length", *EVERYTHING]
-    assert grpo.main([*common, "--output_dir", str(data / "whole")]) == 0
-    out, rng, kills = data / "killed", random.Random(), 0
-    out.mkdir()
-    command = [*common, "--output_dir", str(out)]
-    while kills < 3:
-        process = subprocess.Popen(
-            [sys.executable, grpo.module.__file__, *command], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ONE_THREAD
-        )
-        done = len(lines_of(out)) if (out / "metrics.jsonl").exists() else 0
-        while process.poll() is None and (
-            not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < done + 3
-        ):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))                                                   # a step takes about 0.1 s, half of it the saving
-        process.kill()
-        process.wait()
-        kills += 1
-        command = ["--resume_from_checkpoint", str(out / "checkpoint")]
-    assert grpo.main(command) == 0
-    assert without_times(out) == without_times(data / "whole") and [line["step"] for line in lines_of(out)] == list(range(1, 25))
-    assert_same_files(out, data / "whole", ("model.safetensors", "reference/model.safetensors", "reward_model/model.safetensors"))
+def test_a_second_signal_ends_at_once_and_children_keep_their_own_handling(data):
+    (data / "plan.py").write_text("""
+import multiprocessing
+fork = multiprocessing.get_context("fork")
+for _ in range(10):
+    child = fork.Process(target=time.sleep, args=(3000,), daemon=True)
+    child.start()
+    child.terminate()
+    child.join(100)
+    assert child.exitcode == -signal.SIGTERM, "a child has not heard its SIGTERM"
+with fork.Pool(2) as pool:
+    assert pool.map(abs, [-1, 2]) == [1, 2]
+if len(calls) == 2:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3000)
+""")
+    done = python(grpo.module.__file__, *command(data))
+    assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), done.stderr
+    assert len(lines_of(data / "out")) == 1 and done.stderr.count("stopping after this step") == 1
 
 
 class Killed(BaseException):
-    pass
+    """What a kill is to the process: from here on nothing more reaches the disk."""
 
 
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(models, data, monkeypatch):
-    """Each call that touches the disk is in turn the last one; what is found afterwards is the old checkpoint or the new one."""
-    out = data / "out"
-    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--output_dir", str(out)]) == 0
-    settings, config, folder = grpo.read_options({"resume_from_checkpoint": str(out / "checkpoint")})
-    policy, tokenizer = grpo.load_model(folder)
-    state, left = grpo.load_checkpoint(folder, policy, tokenizer, config), [0]
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch):
+    """SIGKILL to a process; and in this one, each call that touches the disk is in turn the last one."""
+    options, left = dict(max_steps=5, save_steps=1), [1000]
+    plan(data, 4, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert python(grpo.module.__file__, *command(data, **options)).returncode == -signal.SIGKILL
+    (data / "plan.py").unlink()
+    assert cli(*command(data, resume_from_checkpoint=data / "out/checkpoint", **options)).code == 0
+    assert_same_run(data / "out", whole)
 
-    def dies(f):
+    def dies(function):
         def call(*args, **kwargs):
             left[0] -= 1
-            if left[0] == 0:
+            if left[0] < 0:
                 raise Killed
-            return f(*args, **kwargs)
+            return function(*args, **kwargs)
         return call
 
-    for owner, name in ((os, "rename"), (grpo.module.shutil, "rmtree"), (torch, "save"), (json, "dump"), (type(policy), "save_pretrained")):
+    for owner, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree"), (torch, "save"),
+                        (transformers.PreTrainedModel, "save_pretrained")):
         monkeypatch.setattr(owner, name, dies(getattr(owner, name)))
-    points = 0
-    while True:
-        state.step, points, left[0] = state.step + 1, points + 1, points + 1
-        try:
-            grpo.save_checkpoint(policy, tokenizer, state, config, settings)
-        except Killed:
-            left[0] = 0
-            _, _, found = grpo.read_options({"resume_from_checkpoint": str(out / "checkpoint")})
-            assert json.loads((Path(found) / "run.json").read_text())["step"] in (state.step - 1, state.step)
-            left[0] = 0
-            grpo.save_checkpoint(policy, tokenizer, state, config, settings)              # and the next save finds its way
-        else:
+    for allowed in range(6, 100):                                   # the first save has that many such calls or fewer
+        out, left[0] = data / f"out{allowed}", allowed
+        with contextlib.suppress(Killed):
+            cli(*command(data, **options, output_dir=out))
+        steps, left[0] = len(lines_of(out)), 1000
+        assert cli(*command(data, **options, output_dir=out, resume_from_checkpoint=out / "checkpoint")).code == 0
+        assert_same_run(out, whole)
+        assert sorted(os.listdir(out)) == ["checkpoint", "curve.png", "metrics.jsonl"]
+        if steps == 3:                                              # the second save has been gone through
             break
-    assert points >= 7 and sorted(os.listdir(out)) == ["checkpoint", "curve.png", "metrics.jsonl"]
+    assert allowed > 8
 
 
-def test_a_full_disk_is_reported_and_loses_nothing(models, data, capsys):
-    import resource
-    out, (soft, hard) = data / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
-    command = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--output_dir", str(out)]
-    assert grpo.main(command) == 0
-    before = (out / "checkpoint/model.safetensors").read_bytes()
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))                         # no file may grow beyond 20 kB
-        assert grpo.main([*command, "--learning_rate", "1e-2", "--save_steps", "1"]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo.py:")]
-    assert len(errors) == 3 and "warning: output_dir: cannot write" in errors[0] and "error: output_dir: cannot write" in errors[2]
-    assert (out / "checkpoint/model.safetensors").read_bytes() == before and len(lines_of(out)) == 2
+@pytest.mark.parametrize("mu", [1, 2])
+def test_what_ends_a_run_leaves_the_last_whole_step(mu, data, monkeypatch):
+    """A reward function's own error, a loss that is not finite (in the last of mu updates), a full disk."""
+    options = dict(max_steps=5, num_iterations=mu)
+    assert cli(*command(data, output_dir=data / "whole", **options)).code == 0
+    plan(data, 3, "raise KeyError('oh')")
+    with pytest.raises(KeyError, match="oh") as failure:
+        cli(*command(data, output_dir=data / "raises", **options))
+    assert any(str(entry.path).endswith("rewards.py") for entry in failure.traceback)
+    (data / "plan.py").unlink()
+    calls, grpo_loss = [], grpo.grpo_loss
 
-
-def test_a_reward_function_that_raises_is_named_with_its_row_after_a_checkpoint(models, data, capsys):
-    (data / "late.py").write_text("calls = []\ndef row(prompts, completions, **kwargs):\n    calls.append(1)\n"
-                                  "    return [1.0 / (len(calls) < 3 or p != '37+64=') for p in prompts]\n")
-    (data / "one.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("11+11=", "37+64=")))
-    out = data / "out"
-    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/one.jsonl", "--reward_funcs", f"{data}/late.py:row", *QUICK,
-                      "--max_steps", "5", "--output_dir", str(out)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    found = re.search(
-        r"reward function row: ZeroDivisionError: .* at row (\d+), '(.*)' \(the .* columns are prompt.*stopped after step 2; to go on:",
-        error,
-    )
-    assert found and int(found[1]) in (0, 4)
-    assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(models, data, capsys, monkeypatch):
-    out, update, calls = data / "out", grpo.update_policy, []
-
-    def explode(policy, *args):
+    def explode(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 3:
-            next(policy.parameters()).data[:] = math.inf
-        return update(policy, *args)
+        loss, metrics = grpo_loss(*args, **kwargs)
+        return loss * (inf if len(calls) == 3 * mu else 1), metrics
 
-    monkeypatch.setattr(grpo.module, "update_policy", explode)
-    assert (
-        grpo.main(
-            [
-                "--model",
-                str(models / "llama"),
-                "--dataset",
-                f"{data}/text.jsonl",
-                "--reward_funcs",
-                f"{data}/my_rewards.py:length",
-                *QUICK,
-                "--max_steps",
-                "5",
-                "--save_steps",
-                "1",
-                "--output_dir",
-                str(out),
-            ]
-        )
-        == 2
-    )
-    assert re.search(r"error: step 3: loss is nan, grad_norm is nan", capsys.readouterr().err.splitlines()[-1])
-    assert json.loads((out / "checkpoint/run.json").read_text())["step"] == 2 and len(lines_of(out)) == 2
-    weights = safetensors.torch.load_file(out / "checkpoint/model.safetensors")
-    assert all(w.isfinite().all() for w in weights.values())
+    with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match="step 3"):
+        patch.setattr(grpo.module, "grpo_loss", explode)
+        cli(*command(data, output_dir=data / "explodes", **options))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    plan(data, 3, f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, {limits[1]}))")
+    try:
+        done = cli(*command(data, output_dir=data / "full", save_steps=1, **options))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 2 and re.search(r"^grpo.py: error: output_dir: cannot write", done.err, re.M)
+    assert sorted(os.listdir(data / "full")) == ["checkpoint", "metrics.jsonl"] and "Traceback" not in done.err
+    (data / "plan.py").unlink()
+    for name, steps in (("raises", 2), ("explodes", 2), ("full", 3)):
+        assert len(lines_of(data / name)) == steps
+        resume = dict(resume_from_checkpoint=data / name / "checkpoint", output_dir=None)
+        assert cli(*command(data, **resume, **options)).code == 0
+        assert_same_run(data / name, data / "whole")
 
 
-def test_bad_input_is_one_line_and_exit_2(models, data, capsys):
-    model, file = ["--model", str(models / "llama")], ["--dataset", f"{data}/text.jsonl"]
-    bad = {
-        "empty": b"",
-        "blank": b"\n\n",
-        "json": b'{"prompt": "1"}\n{oops\n',
-        "utf8": b'{"prompt": "1"}\n{"prompt": "\xff"}\n',
-        "list": b"[1]\n",
-        "noprompt": b'{"solution": "1"}\n',
-        "emptyprompt": b'{"prompt": ""}\n',
-        "messages": b'{"prompt": [{"role": "user"}]}\n',
-        "columns": b'{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n',
-        "mixed": b'{"prompt": "1"}\n{"prompt": [{"role": "user", "content": "1"}]}\n',
-        "nosolution": b'{"prompt": "1"}\n',
-        "long": json.dumps({"prompt": "1" * 60, "solution": "1"}).encode(),
-    }
-    for name, content in bad.items():
-        (data / f"{name}.jsonl").write_bytes(content)
-    (data / "afile").write_text("precious")
-    cases = [
-        ([], "--model tiny"),
-        (model, "--dataset FILE.jsonl"),
-        ([*model, "--dataset", f"{data}/absent.jsonl"], "absent.jsonl"),
-        *(
-            ([*model, "--dataset", f"{data}/{name}.jsonl", *extra], said)
-            for name, extra, said in [
-                ("empty", [], "empty"),
-                ("blank", [], "blank.jsonl, line 1"),
-                ("json", [], "json.jsonl, line 2"),
-                ("utf8", [], "utf8.jsonl, line 2"),
-                ("list", [], "line 1"),
-                ("noprompt", [], "line 1: got b'{"),
-                ("emptyprompt", [], "line 1"),
-                ("messages", [], "line 1"),
-                ("columns", [], "line 2: got columns"),
-                ("mixed", [], "line 2"),
-                ("nosolution", ["--reward_funcs", "accuracy"], "missing 1 required positional argument: 'solution'"),
-                ("long", [], "prompt 1: got 60 tokens; allowed is the model's context of 64 less"),
-            ]
-        ),
-        ([*model, *file, "--reward_funcs", "nonsense"], "reward_funcs: got nonsense; allowed is accuracy, think_format"),
-        ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:absent"], "my_rewards.py:absent"),
-        ([*model, *file, "--reward_funcs", f"{data}/absent.py:f"], "absent.py"),
-        ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:broken"], "reward function broken: got [1.0]"),
-        ([*model, *file, "--reward_funcs", f"{data}/my_rewards.py:raises"], "reward function raises: KeyError: 'oh'"),
-        ([*model, *file, "--reward_weights", "1"], "reward_weights: got 1 for 2 reward functions"),
-        (["--model", f"{data}/nowhere", *file], "model: cannot load"),
-        (["--model", f"{data}/nowhere", "--dataset", f"{data}/nofile"], "nofile"),               # the dataset is looked at first
-        ([*model, *file, "--step_reward_func", "nothing"], "step_reward_func: got nothing"),
-        ([*model, *file, "--reward_funcs", f"{data}/no/judge"], "reward_funcs: cannot load"),
-        ([*model, *file, "--preset", "ppo"], "--preset"),
-        ([*model, *file, "--loss_type", "ppo"], "--loss_type"),
-        ([*model, *file, "--no_such_flag", "1"], "--no_such_flag"),
-        ([*model, *file, "--num_generations", "5"], "generation_batch_size: got 8"),
-        ([*model, *file, "--beta", "x"], "--beta"),
-        ([*model, *file, "--bf16", "maybe"], "--bf16"),
-        ([*model, *file, "--max_completion_length", "70"], "context of 64"),
-        ([*model, *file, "--output_dir", f"{data}/afile"], "afile, which is a file"),
-        (["--resume_from_checkpoint", f"{data}/nowhere"], "resume_from_checkpoint: cannot read"),
-    ]
-    (data / "out").mkdir()
-    (data / "out/metrics.jsonl").write_text("earlier")
-    for arguments, said in cases:
-        options = QUICK if "--num_generations" not in arguments else ["--generation_batch_size", "8"]
-        if "--resume_from_checkpoint" not in arguments:
-            arguments = ["--output_dir", str(data / "out"), *options, *arguments]
-        try:
-            code = grpo.main(arguments)
-        except SystemExit as exit:
-            code = exit.code
-        error = capsys.readouterr().err
-        last = error.splitlines()[-1]
-        assert code == 2 and last.startswith("grpo.py: error:") and said in last and "Traceback" not in error, (arguments, error)
-    assert (data / "out/metrics.jsonl").read_text() == "earlier" and (data / "afile").read_text() == "precious"
-    assert os.listdir(data / "out") == ["metrics.jsonl"]
-    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)     # a hub that is not there: one line too
+BAD_FILES = {  # what stands in it, and what the one line must say
+    "empty": ("", "empty"), "blank": ("\n\n", "line|column"), "json": ('{"prompt": "1"}\n{oops\n', "line 2"),
+    "list": ("[1]\n", "line 1"), "noprompt": ('{"solution": "1"}\n', "line 1"),
+    "nosolution": ('{"prompt": "1"}\n', "solution"), "emptyprompt": ('{"prompt": "", "solution": "1"}\n', "line 1"),
+    "nochat": ('{"prompt": [], "solution": "1"}\n', "line 1"), "bytes": ('{"prompt": "\udcff"}\n', "utf"),
+    "messages": ('{"prompt": [{"role": "user"}], "solution": "1"}\n', "line 1"),
+    "columns": ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2"),
+    "mixed": ('{"prompt": "1"}\n{"prompt": [{"role": "user", "content": "1"}]}\n', "line 2"),
+    "reserved": ('{"prompt": "1", "solution": "1", "completions": "1"}\n', "completions")}
+BAD_FLAGS = [
+    ("--dataset", None, "--dataset"), ("--dataset", "absent.jsonl", "absent.jsonl"), ("--dataset", ".", "directory"),
+    ("--model", "tiny", "tiny"), ("--model", "models/judge", "judge"), ("--model", "./nowhere", "nowhere"),
+    ("--reward_funcs", "nonsense", "reward_funcs: got nonsense"), ("--reward_funcs", "rewards.py:absent", "absent"),
+    ("--reward_funcs", "absent.py:f", "absent.py"), ("--reward_funcs", "short.py:broken", "function broken: got"),
+    ("--reward_funcs", "models/Llama", "Llama"), ("--reward_funcs", "./no/judge", "judge"),
+    ("--reward_funcs", "rewards.py:calls", "calls"), ("--reward_weights", [1, 2, 3], "reward_weights"),
+    ("--reward_weights", 1, "reward_weights"), ("--reward_weights", [1, nan], "reward_weights"),
+    ("--beta", nan, "beta"), ("--beta", "x", "--beta"), ("--learning_rate", inf, "learning_rate"),
+    ("--bf16", "maybe", "--bf16"), ("--preset", "ppo", "--preset"), ("--loss_type", "ppo", "--loss_type"),
+    ("--no_such_flag", 1, "--no_such_flag"), ("--num_gen", 4, "--num_gen"), ("--max_steps", 1.5, "--max_steps"),
+    ("--num_generations", 5, "generation_batch_size"), ("--policy_loss", "cispo", "epsilon_high"),
+    ("--top_entropy_quantile", 1.5, "top_entropy_quantile"), ("--output_dir", "text.jsonl", "text.jsonl"),
+    ("--output_dir", "models", "models"), ("--resume_from_checkpoint", "nowhere", "nowhere"),
+    ("--resume_from_checkpoint", "models/Llama", "Llama")]
 
 
-def test_explain_prints_a_group_token_by_token(models, data, capsys):
-    assert grpo.main(["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--learning_rate", "1e-2", "--explain",
-                      "--output_dir", str(data / "out"), "--reward_funcs", f"{data}/my_rewards.py:length"]) == 0
-    text = capsys.readouterr().out
-    header = next(line for line in text.splitlines() if "old logp" in line)
-    rows = [line for line in text.splitlines() if re.match(r" +'.*' +[01] ", line)]
-    assert {len(row) for row in rows} == {len(header)} and not (data / "out").exists()
-    for row in rows:                                                                      # the columns agree with each other
-        mask, logp, old, ratio, clipped, advantage, loss = row.split()[-7:]
-        assert float(ratio) == pytest.approx(math.exp(float(logp) - float(old)), rel=2e-3)
-        A, r = float(advantage), float(ratio)
-        assert float(loss) == pytest.approx(-min(r * A, min(max(r, 0.8), 1.2) * A) * int(mask), abs=2e-3)
-        assert (clipped == "yes") == ((r > 1.2 and A > 0) or (r < 0.8 and A < 0))
-    assert re.search(r"rewards \[.*\], mean -?\d+\.\d{4}, std \d+\.\d{4}", text)
-    two = ["--model", str(models / "llama"), "--dataset", f"{data}/text.jsonl", *QUICK, "--explain", "--reward_funcs",
-           f"{data}/my_rewards.py:length", "soft_overlong", "--reward_weights", "0", "1"]
-    texts = [(grpo.main(two + more), capsys.readouterr().out)[1] for more in ([], ["--train_reward_model"])]
-    assert texts[0] == texts[1]                                                           # it shows the given rewards, weighted
-    assert grpo.main([*two[:4], *QUICK, "--max_completion_length", "12", "--explain", "--mask_truncated_completions",
-                      "--reward_funcs", f"{data}/my_rewards.py:length"]) == 0
+@pytest.mark.parametrize("flag, value, said", BAD_FLAGS + [
+    ("--dataset", f"{name}.jsonl", said) for name, (_, said) in BAD_FILES.items()], ids=str)
+def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
+    monkeypatch.chdir(data)
+    for name, (text, _) in BAD_FILES.items():
+        (data / f"{name}.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    (data / "short.py").write_text("def broken(completions, **kwargs):\n    return [1.0]\n")
+    rewards = {"reward_funcs": "accuracy"} if value == "nosolution.jsonl" else {}
+    before, done = files_of(data), cli(*command(data, **rewards | {flag[2:]: value}))
+    errors = [line for line in done.err.splitlines() if line.startswith("grpo.py: error:")]
+    assert done.code == 2 and errors == done.err.splitlines()[-1:] and re.search(said, errors[0]), done
+    (data / "out/metrics.jsonl").unlink(missing_ok=True)            # where the first step was begun
+    assert "Traceback" not in done.err and files_of(data) == before
 
 
-def torchrun(processes, *arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={processes}",
-            "--standalone",
-            grpo.module.__file__,
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ONE_THREAD,
-    )
+def test_code_that_comes_with_a_model_is_never_run(data, monkeypatch):
+    """Each loader is told so, and a checkpoint whose configs name a file of code is read without it."""
+    told = []
+    for name in ("AutoTokenizer", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+        owner = getattr(transformers, name)
+
+        def load(*args, load=owner.from_pretrained, **kwargs):
+            told.append(kwargs["trust_remote_code"])
+            return load(*args, **kwargs)
+        monkeypatch.setattr(owner, "from_pretrained", load)
+    rewards, folder = ["think_format", str(data / "models/judge")], data / "out/checkpoint"
+    assert cli(*command(data, reward_funcs=rewards)).code == 0 and told == [False] * 4
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    for file in (folder / "config.json", folder / "tokenizer_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": names}))
+    (folder / "evil.py").write_text(f"open({str(data / 'ran')!r}, 'w')\n")
+    cli(*command(data, reward_funcs=rewards, resume_from_checkpoint=folder))
+    assert told == [False] * 8 and not (data / "ran").exists()
 
 
-def test_several_processes_give_the_run_of_one(models, data):
-    (data / "my.py").write_text(
-        "def steps(steps, **kwargs):\n    return [[float(len(text)) for text in row] for row in steps]\n"
-        "def short(completions, **kwargs):\n    return [None if '7' in text else -float(len(text)) for text in completions]\n"
-    )
-    command = ["--model", models / "llama", "--dataset", data / "text.jsonl", *QUICK, "--generation_batch_size", "16", "--max_steps", "4",
-               "--reward_funcs", f"{data}/my.py:short", "--step_reward_func", f"{data}/my.py:steps", "--step_separator", "1", *EVERYTHING]
-    assert grpo.main([*map(str, command), "--output_dir", str(data / "1")]) == 0
-    for processes, extra in ((2, ["--per_device_train_batch_size", "3"]), (4, []), (2, ["--fsdp", "--per_device_train_batch_size", "3"])):
-        out = data / f"{processes}{len(extra)}"
-        done = torchrun(processes, *command, *extra, "--output_dir", out)
-        assert done.returncode == 0, done.stderr
-        for one, several in zip(without_times(data / "1"), without_times(out), strict=True):
-            assert several == pytest.approx(one, abs=1e-4, rel=1e-5)
-        for part in ("", "reference/", "reward_model/"):
-            a, b = (safetensors.torch.load_file(folder / f"checkpoint/{part}model.safetensors") for folder in (data / "1", out))
-            for name in a:
-                torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0)
-    done = torchrun(
-        2, "--resume_from_checkpoint", out / "checkpoint", "--fsdp", "--output_dir", data / "resumed"
-    )  # sharded, and loaded again
-    assert done.returncode == 0 and not (data / "resumed/metrics.jsonl").exists(), done.stderr[-2000:]
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_give_the_run_of_one(processes, data):
+    options = dict(generation_batch_size=16, max_steps=3, beta=0.05, num_iterations=2, sync_ref_model=True,
+                   ref_model_sync_steps=2, learning_rate=0.001, top_entropy_quantile=0.6)
+    assert cli(*command(data, output_dir=data / "one", **options)).code == 0
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", grpo.module.__file__]
+    done = python(*launcher, *command(data, per_device_train_batch_size=3, **options))
+    assert done.returncode == 0, done.stderr
+    for one, several in zip(lines_of(data / "one"), lines_of(data / "out"), strict=True):
+        assert several == pytest.approx(one, abs=1e-4, rel=1e-4)
+    one, several = (transformers.AutoModelForCausalLM.from_pretrained(data / f / "checkpoint") for f in ("one", "out"))
+    for a, b in zip(one.parameters(), several.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-def test_a_process_that_dies_ends_the_job(models, data):
-    (data / "die.py").write_text(
-        "import os, signal\ncalls = []\n"
-        "def die(completions, **kwargs):\n    calls.append(1)\n"
-        "    if len(calls) == 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    return [1.0] * len(completions)\n"
-        "def fail(completions, **kwargs):\n    calls.append(1)\n"
-        "    return [1.0 / (len(calls) < 2 or os.environ['RANK'] == '0')] * len(completions)\n"
-    )
-    command = [
-        "--model",
-        models / "llama",
-        "--dataset",
-        data / "text.jsonl",
-        *QUICK,
-        "--max_steps",
-        "4",
-        "--output_dir",
-        data / "out",
-        "--reward_funcs",
-    ]
-    done = torchrun(2, *command, f"{data}/die.py:die")
-    assert done.returncode != 0 and "grpo.py: error: lost the other processes" in done.stderr and "Signal 9 (SIGKILL)" in done.stderr
-    done = torchrun(2, *command, f"{data}/die.py:fail")                                   # an error in one process alone ends both, saved
-    assert done.returncode != 0 and "reward function fail: ZeroDivisionError" in done.stderr and "failed in another process" in done.stderr
-    assert "AttributeError" not in done.stderr and done.stderr.count("grpo.py: error:") == 2                  # a clear line from each
-    assert json.loads((data / "out/checkpoint/run.json").read_text())["step"] == 1
+@pytest.fixture(scope="session")
+def gpu():
+    """The environment of a process that sees the GPU."""
+    seen = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
+    if python("-c", "import sys, torch; sys.exit(not torch.cuda.is_available())", **seen).returncode:
+        pytest.skip("no GPU")
+    return seen
 
 
-@own_only
-def test_import_pulls_in_nothing_heavy():
-    code = "import sys, grpo; print(*sorted({'transformers', 'matplotlib', 'math_verify'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(grpo.module.__file__))
-    assert done.returncode == 0 and done.stdout.strip() == ""
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_a_gpu_samples_as_it_scores_trains_and_resumes(bf16, data, gpu):
+    script = "import test_grpo as t; t.assert_sampled_as_scored(t.make_model('Llama').to('cuda'), tolerance=1e-3)"
+    assert python("-c", script, **gpu).returncode == 0
+    options = dict(max_steps=4, bf16=bf16, beta=0.1, num_iterations=2)
+    assert python(grpo.module.__file__, *command(data, output_dir=data / "whole", **options), **gpu).returncode == 0
+    plan(data, 2, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert python(grpo.module.__file__, *command(data, **options), **gpu).returncode == 143
+    (data / "plan.py").unlink()
+    resume = command(data, resume_from_checkpoint=data / "out/checkpoint", **options)
+    assert python(grpo.module.__file__, *resume, **gpu).returncode == 0
+    for a, b in zip(lines_of(data / "out"), lines_of(data / "whole"), strict=True):
+        assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(x is None or math.isfinite(x) for x in a.values())
 
 
-@own_only
-def test_the_readme_names_what_exists():
-    text, tests = README.read_text(), Path(__file__).read_text()
-    rows = re.findall(r"^\| .* \| `(\w+)` \| `(test_\w+)` \| \[.*\]\((\S+)\) \|$", text, re.M)
-    assert len(rows) >= 16
-    for function, test, page in rows:
-        assert callable(getattr(grpo, function)) and f"def {test}(" in tests
-        assert function in (HERE / page).read_text() or function == "train"
-    assert len(text.splitlines()) <= 120 and "python -m pytest -q test_grpo.py" in text
-
-
-# The worked examples -------------------------------------------------------------------------------------------------
+# The file itself, README and worked examples -------------------------------------------------------------------------
 
 EXAMPLES = HERE / "worked_examples"
+LINES, CODE_LINES, TOKENS, COLUMNS = 1320, 840, 10200, 110          # at most; and of the longest function:
+FUNCTION_LINES = collections.defaultdict(lambda: 60, grpo_loss=75, train=40)
+TEST_LINES, TEST_COLUMNS = 2400, 120
+
+
+def test_the_file_is_small_and_imports_nothing_heavy():
+    heavy = "{'transformers', 'matplotlib', 'math_verify', 'tokenizers'}"
+    done = python("-c", f"import sys, grpo; print(*{heavy} & set(sys.modules))")
+    assert done.returncode == 0 and done.stdout.strip() == ""
+    source = Path(grpo.module.__file__).read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [node.body[0] for node in nodes if isinstance(node, documented) and ast.get_docstring(node)]
+    docstrings = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
+    white = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
+              if token.type not in white and token.start[0] not in docstrings]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    assert source.count("\n") <= LINES and len(code) <= CODE_LINES and len(tokens) <= TOKENS
+    assert max(map(len, source.splitlines())) <= COLUMNS
+    functions = {node.name: node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, ast.FunctionDef)}
+    assert not {name: lines for name, lines in functions.items() if lines > FUNCTION_LINES[name]}
+    tests = Path(__file__).read_text().splitlines()
+    assert len(tests) <= TEST_LINES and max(map(len, tests)) <= TEST_COLUMNS
+
+
+def test_the_readme_names_what_exists():
+    text, options = README.read_text(), cli("--help").out
+    rows = re.findall(r"^\|.*\| `(\w+)` \| `(test_\w+)` \| \[.*?\]\((\S+?)\)", text, re.M)
+    assert len(rows) >= 16 and len(text.splitlines()) <= 120 and "python -m pytest -q test_grpo.py" in text
+    for function, test, page in rows:
+        assert callable(getattr(grpo, function)) and callable(globals()[test]) and (HERE / page).is_file()
+    assert all((HERE / link).exists() for link in re.findall(r"\]\((?!http)([^)#]+)", text))
+    assert len(list(exhibits())) >= 20
+    assert set(re.findall(r"--[a-z]\w+", text)) - {"--nproc_per_node"} <= set(re.findall(r"--\w+", options))
 
 
 def run_fences(path):
-    """Run the page's python fences in order, in one namespace, under the page's own name and line numbers; then it is returned."""
-    lines, namespace, source, start = path.read_text().splitlines(), {"__name__": path.stem}, [], None
-    for number, line in enumerate(lines):
+    """Run the page's python fences in order, in one namespace, under the page's own name and line numbers."""
+    namespace, source, start = {"__name__": path.stem}, [], None
+    for number, line in enumerate(path.read_text().splitlines()):
         if start is None and line == "```python":
             source, start = [], number + 1
         elif start is not None and line == "```":
@@ -2846,73 +2217,104 @@ def run_fences(path):
         elif start is not None:
             source.append(line)
     assert start is None, f"{path}, line {start}: a fence that does not end"
-    return namespace
 
 
-@own_only
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[0-9]*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [README, *sorted(EXAMPLES.glob("*.md"))], ids=lambda path: path.stem)
 def test_worked_example(path, monkeypatch):
     monkeypatch.chdir(HERE)
     run_fences(path)
-    for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", path.read_text()):
-        assert (EXAMPLES / picture).is_file()
+    assert all((path.parent / picture).is_file() for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", path.read_text()))
 
 
-@own_only
-def test_a_wrong_number_in_a_page_points_into_the_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("text\n\n```python\nx = 1\n```\n\n```python\n\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as failure:
-        run_fences(page)
-    assert failure.traceback[-1].path == page and failure.traceback[-1].lineno + 1 == 9
+FAST = "--cold_start_steps 5 --max_steps 2".split()
 
 
-@own_only
-def test_the_walkthrough(capsys):
-    runpy.run_path(str(EXAMPLES / "walkthrough.py"), run_name="walkthrough")
-    printed = capsys.readouterr().out
-    assert "gradient norm:" in printed and len(re.findall(r"^A = ", printed, re.M)) == 16
+@pytest.mark.parametrize("script, flags, printed", [
+    ("walkthrough.py", [], r"^gradient norm: \d"), ("process_supervision.py", FAST, r"^held-out accuracy: \S+ -> \S+$"),
+    ("explain.py", ["--max_completion_length", "28"], r"^rewards \[.*\], mean \S+, std \S+$"),
+    ("iterative_grpo.py", FAST + "--iteration_steps 1 --first_batches 1 --first_updates 1 --updates 1".split(),
+     r"^true accuracy: \S+ -> \S+$"),
+    ("benchmark.py", ["--rounds", "1"], r"^tiny on cpu, 1 rounds$")])
+def test_each_script_runs(script, flags, printed):
+    done = python(EXAMPLES / script, *flags)
+    assert done.returncode == 0 and re.search(printed, done.stdout, re.M), done.stderr
 
 
-@own_only
+def test_the_homework_has_every_formula_and_no_answer(tmp_path):
+    (tmp_path / "my_grpo.py").write_text(python(EXAMPLES / "homework.py").stdout)
+    homework = ModuleUnderTest(str(tmp_path / "my_grpo.py")).module
+    for name in ("group_stats", "completion_mask", "importance_ratio", "kl_estimate", "aggregate", "grpo_loss"):
+        theirs, ours = getattr(homework, name), getattr(grpo, name)
+        assert theirs.__doc__ == ours.__doc__ and inspect.signature(theirs) == inspect.signature(ours)
+        assert inspect.getsource(theirs).rstrip().endswith("raise NotImplementedError")
+
+
+def test_the_same_run_in_trl_learns_the_same(data):
+    pytest.importorskip("trl")
+    done = python(EXAMPLES / "the_same_run_in_trl.py", "--compare", *command(data, output_dir=data / "trl"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_figure_is_drawn_by_the_script_beside_it(tmp_path):
     figures = runpy.run_path(str(EXAMPLES / "figures.py"), run_name="figures")
-    drawn = [name for name in figures if inspect.isfunction(figures[name]) and name != "save"]
-    figures["save"].__globals__["save"] = lambda figure, name: (tmp_path / name).write_bytes(b"") or figure.savefig(tmp_path / name, dpi=10)
-    for name in drawn:
-        figures[name]()
+    drawn = [f for name, f in figures.items() if inspect.isfunction(f) and name != "save"]
+    figures["save"].__globals__["save"] = lambda figure, name: figure.savefig(tmp_path / name, dpi=10)
+    for draw in drawn:
+        draw()
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in EXAMPLES.glob("[0-9]*.png")}
 
 
+# The bug museum ------------------------------------------------------------------------------------------------------
+
+
 def exhibits():
-    """The bug museum's patches: number, the old and new text of each hunk, and the tests that must catch it."""
-    for exhibit in (EXAMPLES / "bug_museum.md").read_text().split("\n## ")[1:]:
-        diff = re.search(r"```diff\n(.*?)\n```", exhibit, re.S)[1]
-        hunks = [[[line[1:] for line in hunk.splitlines() if line[:1] in sides] for sides in (" -", " +")] for hunk in diff.split("\n@@\n")]
-        yield pytest.param(hunks, re.findall(r"`(test_\w+)`", exhibit.split("Caught by:")[1]), id=exhibit.split(".")[0])
+    """Its patches: the old and the new text of each hunk, and the tests that must catch it."""
+    for exhibit in (EXAMPLES / "bug_museum.md").read_text().split("\n## ")[1:] if OWN else []:
+        hunks = []
+        for hunk in re.search(r"```diff\n(.*?)\n```", exhibit, re.S)[1].split("\n@@\n"):
+            lines = hunk.splitlines()
+            hunks.append(["\n".join(line[1:] for line in lines if line[:1] in side) for side in (" -", " +")])
+        tests = re.findall(r"`(test_\w+)`", exhibit.split("Caught by:")[1])
+        yield pytest.param(hunks, tests, id=exhibit.split(".")[0])
 
 
-@own_only
-@pytest.mark.parametrize("hunks, tests", list(exhibits()) if OWN else [])
+class Outcomes:
+    """A pytest plugin that keeps what each failing test has raised."""
+
+    def __init__(self):
+        self.failures = []
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+            self.failures.append((call.when, call.excinfo))
+
+
+def failures_of(test):
+    """Run one test of this file with the module that is now under test."""
+    outcomes = Outcomes()
+    words = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore", f"{__file__}::{test}"]
+    code = pytest.main(words, plugins=[outcomes])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"{test}: {code}"
+    return outcomes.failures
+
+
+@functools.cache
+def passes(test):
+    return failures_of(test) == []
+
+
+@pytest.mark.parametrize("hunks, tests", list(exhibits()))
 def test_the_bug_museum(hunks, tests, monkeypatch, tmp_path):
-    source = Path(grpo.module.__file__).read_text()
-    for old, new in (("\n".join(side) for side in hunk) for hunk in hunks):
+    """The tests named pass on grpo.py, and fail on the patched file: in an assertion, or by an error inside it."""
+    source, patched = Path(grpo.module.__file__).read_text(), tmp_path / "grpo_bug.py"
+    assert tests and all(passes(test) for test in tests)
+    for old, new in hunks:
         assert source.count(old) == 1, f"the patch no longer fits:\n{old}"
         source = source.replace(old, new)
-    (tmp_path / "grpo_bug.py").write_text(source)
-    monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(tmp_path / "grpo_bug.py")).module)
-    quick = settings(
-        deadline=None, max_examples=40, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
-    )  # no shrinking
-    assert tests
+    patched.write_text(source)
+    monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(patched)).module)
     for test in tests:
-        if hasattr(globals()[test], "hypothesis"):
-            monkeypatch.setattr(globals()[test], "_hypothesis_internal_use_settings", quick)
-        assert (
-            pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"{__file__}::{test}"]) == pytest.ExitCode.TESTS_FAILED
-        ), f"{test} does not catch it"
-
-
-@own_only
-def test_the_bug_museum_is_open():
-    assert len(list(exhibits())) >= 20
+        (when, excinfo), = failures_of(test) or [(None, None)]
+        assert when == "call", f"{test} does not catch it"
+        inside = any(entry.path == patched for entry in excinfo.traceback)
+        assert inside or excinfo.errisinstance((AssertionError, pytest.fail.Exception)), f"{test}: {excinfo.exconly()}"

@@ -1,10 +1,21 @@
-"""Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page."""
+"""Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page.
 
-import csv
+Page 17 is about two runs. After these two commands
+
+    python grpo.py --model tiny --output_dir grpo-output
+    python grpo.py --model tiny --learning_rate 3e-3 --output_dir grpo-output-2
+
+`python worked_examples/figures.py run` writes their logs to tiny_run.csv and collapsed_run.csv, the table of page 17
+from these, and then the figures. Folders of other names: `figures.py run FOLDER COLLAPSED_FOLDER`.
+"""
+
+import json
+import re
 import sys
 from pathlib import Path
 
 import matplotlib
+import numpy
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +45,7 @@ def save(figure, name):
 
 
 def loss_and_learning():
-    """Page 3: the loss of a two-word policy says nothing while the policy learns (μ = 4, gradient descent, step 0.2)."""
+    """Page 5: the lows of the loss rise while the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -47,17 +58,18 @@ def loss_and_learning():
         theta = (theta - 0.2 * torch.autograd.grad(loss, theta)[0]).detach().requires_grad_()
     figure, (left, second) = plt.subplots(1, 2)
     left.plot(range(1, 41), losses, ".-", color=RED)
-    left.set(xlabel="update", ylabel="loss", ylim=(-0.25, 0.05), title="the loss: 0, -0.1, -0.2, -0.2, 0, ...")
+    left.set(xlabel="update", ylabel="loss", ylim=(-0.25, 0.05), title="the loss: its lows rise")
     second.plot(range(1, 41), right, ".-", color=BLUE)
     second.set(xlabel="update", ylabel="probability", ylim=(0, 1.05), title="π(right word): it learns")
-    save(figure, "03_loss_and_learning.png")
+    save(figure, "05_loss_and_learning.png")
 
 
 def clipping():
-    """Page 4: the loss of one token over its ratio."""
+    """Page 7: the loss of one token over its ratio."""
     ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64).unsqueeze(0)
     figure, axes = plt.subplots(1, 2)
-    for axis, A, title in (axes[0], 1.0, "A = +1: more of this token"), (axes[1], -1.0, "A = -1: less of this token"):
+    for axis, A, title in (
+            (axes[0], 1.0, "A = +1: more of this token"), (axes[1], -1.0, "A = -1: less of this token")):
         loss = {
             delta: grpo.clipped_surrogate_loss(ratio, torch.tensor([A], dtype=torch.float64), delta=delta)[0]
             for delta in (None, 2.0)
@@ -70,16 +82,17 @@ def clipping():
         axis.plot([1], [-A], "o", color="black", ms=4)
         axis.set(xlabel="ratio ρ (green: 0.8 ... 1.2)", ylabel="loss", title=title, xlim=(0, 3.5))
         axis.legend(loc="lower left" if A > 0 else "upper left")
-    save(figure, "04_clipping.png")
+    save(figure, "07_clipping.png")
 
 
 def kl_estimators():
-    """Page 5: the three estimators over the log-ratio, and their expected gradients on the page's three words."""
+    """Page 8: the three estimators over the log-ratio, and their expected gradients on the page's three words."""
     k1 = torch.linspace(-2, 2, 401, dtype=torch.float64).unsqueeze(0)
     figure, (left, second) = plt.subplots(1, 2)
     for name, colour in ("k1", GREY), ("k2", ORANGE), ("k3", BLUE):
         left.plot(k1[0], grpo.kl_estimate(k1, torch.zeros_like(k1), estimator=name)[0], color=colour, lw=2, label=name)
-    left.set(xlabel="log π - log π_ref of the sampled word", ylabel="estimate (nats)", ylim=(-2, 5), title="value for one token")
+    left.set(xlabel="log π - log π_ref of the sampled word", ylabel="estimate (nats)", ylim=(-2, 5))
+    left.set_title("value for one token")
     left.legend()
     pi, ref = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
     words = torch.arange(3)
@@ -103,16 +116,17 @@ def kl_estimators():
     )
     second.axhline(0, color="black", lw=0.8)
     second.legend(loc="lower left", fontsize=9)
-    save(figure, "05_kl_estimators.png")
+    save(figure, "08_kl_estimators.png")
 
 
-def aggregation():
-    """Page 6: what one token, and one whole answer, weighs when the answer has n tokens and stands beside three of 50."""
+def length_bias():
+    """Page 9: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
     def weight(loss_type, n):  # of one token of the first row: the gradient of the aggregate
         mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
         token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
-        if loss_type == "bnpo":  # two microbatches of two answers, each divided by its own tokens, then the mean of the two
-            loss = sum(grpo.aggregate(token_loss[rows], mask[rows], loss_type="bnpo") for rows in (slice(0, 2), slice(2, 4))) / 2
+        if loss_type == "bnpo":  # two microbatches of two answers, each divided by its own tokens, then their mean
+            parts = (slice(0, 2), slice(2, 4))
+            loss = sum(grpo.aggregate(token_loss[rows], mask[rows], loss_type="bnpo") for rows in parts) / 2
         else:
             loss = grpo.aggregate(token_loss, mask, loss_type=loss_type, max_completion_length=100)
         return torch.autograd.grad(loss, token_loss)[0][0, 0].item()
@@ -130,13 +144,13 @@ def aggregation():
     for axis in axes:
         axis.set(xlabel="n, tokens in the answer", xlim=(0, 100))
     axes[0].legend(fontsize=9)
-    save(figure, "06_aggregation.png")
+    save(figure, "09_length_bias.png")
 
 
 def variants():
-    """Page 9: the weight of ∇log π at each of the page's nine tokens."""
+    """Page 15: the weight of ∇log π at each of the page's nine tokens."""
     A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]], dtype=torch.float64)
+    log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]]).double()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
     methods = {
         "clip, ε = 0.2": {},
@@ -148,7 +162,7 @@ def variants():
     figure, axis = plt.subplots()
     for i, ((name, options), colour) in enumerate(zip(methods.items(), (GREY, BLUE, GREEN, ORANGE, RED))):
         logps = log_ratio.clone().requires_grad_()
-        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3, dtype=torch.float64), loss_type="dapo", **options)
+        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3).double(), loss_type="dapo", **options)
         axis.bar(
             [k + 0.16 * (i - 2) for k in range(9)],
             (-9 * torch.autograd.grad(loss, logps)[0][mask == 1]).tolist(),
@@ -156,38 +170,70 @@ def variants():
             color=colour,
             label=name,
         )
-    ticks = [f"answer {i + 1}\nρ = {r:.2f}" for i, row in enumerate(log_ratio.exp().tolist()) for r, m in zip(row, mask[i]) if m]
-    axis.set(
-        xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", title="two right answers, two wrong ones", ylim=(-1.7, 1.7)
-    )
+    rows, columns = (mask == 1).nonzero().T.tolist()
+    ticks = [f"answer {i + 1}\nρ = {log_ratio[i, t].exp():.2f}" for i, t in zip(rows, columns)]
+    axis.set(xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", ylim=(-1.7, 1.7))
+    axis.set_title("two right answers, two wrong ones")
     axis.tick_params(axis="x", labelsize=7.5)
     axis.axhline(0, color="black", lw=0.8)
     axis.legend(fontsize=8, ncol=5, loc="upper right")
-    save(figure, "09_variants.png")
+    save(figure, "15_variants.png")
 
 
 def which_groups_teach():
-    """Page 10: silent groups in theory, and in the run of tiny_run.csv."""
-    with open(HERE / "tiny_run.csv") as file:
-        run = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    """Page 17: silent groups in theory, and in the run of tiny_run.csv."""
+    run = numpy.genfromtxt(HERE / "tiny_run.csv", delimiter=",", names=True, deletechars="")
     p = torch.linspace(0, 1, 201, dtype=torch.float64)
     figure, (left, second) = plt.subplots(1, 2)
-    for G, colour in zip((2, 4, 8, 16, 64), (GREY, GREEN, BLUE, ORANGE, RED)):
+    for G, colour in zip((2, 8, 16, 64), (GREY, BLUE, ORANGE, RED)):
         left.plot(p, p**G + (1 - p) ** G, color=colour, lw=2, label=f"G = {G}")
     left.set(xlabel="p, share of right answers", ylabel="share of silent groups", title="p^G + (1 - p)^G")
-    left.legend(fontsize=9)
-    steps = [row["step"] for row in run]
-    for name, label, colour in (
-        ("rewards/accuracy_reward/mean", "accuracy", BLUE),
-        ("frac_reward_zero_std", "silent groups", RED),
-        ("entropy", "entropy (nats a token)", GREEN),
-    ):
-        second.plot(steps, [row[name] for row in run], color=colour, lw=1.2, label=label)
+    left.legend(fontsize=9, loc="upper center")
+    curves = {"accuracy": (run["rewards/accuracy_reward/mean"], BLUE),
+              "silent groups": (run["frac_reward_zero_std"], RED), "10 · entropy (nats)": (10 * run["entropy"], GREEN)}
+    for label, (values, colour) in curves.items():
+        second.plot(run["step"], values, color=colour, lw=0.8, alpha=0.25)
+        means = numpy.convolve(values, numpy.ones(10) / 10, "valid")
+        second.plot(run["step"][5:-4], means, color=colour, lw=2, label=label)
     second.set(xlabel="step", ylim=(0, 1.05), title="python grpo.py --model tiny")
-    second.legend(fontsize=9)
-    save(figure, "10_which_groups_teach.png")
+    second.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.68))
+    save(figure, "17_which_groups_teach.png")
+
+
+def collapse():
+    """Page 17: the same run with a learning rate of 3e-3."""
+    run = numpy.genfromtxt(HERE / "collapsed_run.csv", delimiter=",", names=True, deletechars="")
+    figure, (left, second) = plt.subplots(1, 2)
+    left.plot(run["step"], run["rewards/accuracy_reward/mean"], color=BLUE, lw=1.2, label="accuracy")
+    left.plot(run["step"], run["rewards/think_format_reward/mean"], color=ORANGE, lw=1.2, label="think format")
+    left.plot(run["step"], run["frac_reward_zero_std"], color=RED, lw=1.2, label="silent groups")
+    left.set(xlabel="step", ylim=(0, 1.05), title="--learning_rate 3e-3")
+    left.legend(fontsize=9, loc="center right")
+    second.plot(run["step"], run["entropy"], color=GREEN, lw=1.2, label="entropy (nats)")
+    second.plot(run["step"], run["completions/clipped_ratio"], color=GREY, lw=1.2, label="cut off at the limit")
+    second.plot(run["step"], run["loss"], color=RED, lw=1.2, label="loss")
+    second.set(xlabel="step", ylim=(-0.15, 1.05), title="the same run")
+    second.legend(fontsize=9, loc="center right")
+    save(figure, "17_collapse.png")
 
 
 if __name__ == "__main__":
-    for draw in (loss_and_learning, clipping, kl_estimators, aggregation, variants, which_groups_teach):
+    names = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
+             "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
+    if sys.argv[1:2] == ["run"]:
+        folders = [Path(folder) for folder in sys.argv[2:] or ("grpo-output", "grpo-output-2")]
+        for folder, target in zip(folders, ("tiny_run.csv", "collapsed_run.csv")):
+            log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            rows = [",".join(names), *(",".join(f"{line[name]:.5g}" for name in names) for line in log)]
+            (HERE / target).write_text("\n".join(rows) + "\n")
+        page = HERE / "17_which_groups_teach.md"
+        tiny, collapsed = (numpy.genfromtxt(HERE / name, delimiter=",", names=True, deletechars="")
+                           for name in ("tiny_run.csv", "collapsed_run.csv"))
+        text = page.read_text()
+        for name in names[1:]:
+            means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
+            row = f"| `{name}` | {' | '.join(means)} |"
+            text = re.sub(rf"^\| `{name}` \|.*$", row, text, flags=re.M)
+        page.write_text(text)
+    for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse):
         draw()

@@ -1,0 +1,80 @@
+"""The job of a grpo.py command line, run by TRL's GRPOTrainer (trl==1.16.0); beyond_one_gpu.md takes it from there.
+
+    python worked_examples/the_same_run_in_trl.py --model tiny
+    python worked_examples/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
+
+The flags are grpo.py's; those behind --trl are TRL's own, and win. With --compare, TRL learns from the completions of
+grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5.
+"""
+import copy
+import sys
+import tempfile
+from pathlib import Path
+
+import datasets
+import trl
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import grpo
+
+
+def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
+    """grpo.py's options are TRL's, under the same names, except for those that stand here."""
+    words, share = dict(vars(config)), config.generation_batch_size // grpo.rank_and_world()[1]
+    policy_loss, loss_type = words.pop("policy_loss"), config.loss_type
+    assert policy_loss == "clip" or (policy_loss, loss_type) in [("cispo", "dapo"), ("sapo", "grpo")], "not in TRL"
+    rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= config.per_device_train_batch_size)
+    words |= dict(
+        loss_type=loss_type if policy_loss == "clip" else policy_loss, output_dir=config.output_dir or "trl-output",
+        per_device_train_batch_size=rows, gradient_accumulation_steps=share // rows,    # an update is a whole batch
+        max_steps=config.max_steps * config.num_iterations, ref_model_mixup_alpha=1.0,  # TRL counts updates
+        ref_model_sync_steps=config.ref_model_sync_steps * config.num_iterations, report_to="none")
+    parser = trl.TrlParser(trl.GRPOConfig, allow_abbrev=False)
+    parser.set_defaults(logging_steps=1, disable_dropout=True, **words | changes)
+    (args,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    dataset = datasets.Dataset.from_list(dataset * (1 + args.generation_batch_size // len(dataset)))  # fills a batch
+    return trl.GRPOTrainer(policy, reward_funcs, args, dataset, processing_class=tokenizer, rollout_func=rollout_func)
+
+
+def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
+    """Take the steps of grpo.train, then TRL's on the same prompts and completions."""
+    steps = list(grpo.train(copy.deepcopy(policy), tokenizer, dataset, reward_funcs, config))
+    rollouts, difference = [rollout for _, rollout, _ in steps], 0.0
+    prompts = [row for rollout in rollouts for row in rollout.rows[:: config.num_generations]]
+
+    def rollout_func(prompts, trainer):
+        r = rollouts.pop(0)
+        pairs = {"prompt_ids": (r.prompt_ids, r.prompt_mask), "completion_ids": (r.completion_ids, r.completion_mask)}
+        real = {name: [row[m != 0].tolist() for row, m in zip(ids, mask)] for name, (ids, mask) in pairs.items()}
+        return real | {"logprobs": None}
+
+    trainer = make_trainer(policy, tokenizer, prompts, reward_funcs, config, flags, rollout_func, shuffle_dataset=False)
+    trainer.train()
+    for _, _, ours in steps:
+        updates = [trainer.state.log_history.pop(0) for _ in range(config.num_iterations)]
+        for name, theirs in ("reward", updates[0]), ("loss", updates[-1]), ("grad_norm", updates[-1]):
+            print(f"step {ours['step']}  {name:10} grpo.py {ours[name]:12.8f}   TRL {theirs[name]:12.8f}")
+            difference = max(difference, abs(ours[name] - theirs[name]))
+    print(f"greatest difference: {difference:.1e}")
+    sys.exit(difference > 1e-5)
+
+
+if __name__ == "__main__":
+    end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
+    options, config = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
+    if options.model == "tiny":
+        tokenizer, (dataset, held_out) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
+        policy = grpo.tiny_model(tokenizer, config.seed)
+        grpo.cold_start(policy, tokenizer, dataset, config.seed)
+        policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
+        policy.save_pretrained(policy.config.name_or_path)
+        before = grpo.held_out_accuracy(policy, tokenizer, held_out)
+    else:
+        dataset = grpo.load_dataset(options.dataset)
+        policy, tokenizer = grpo.load_model(options.model, "AutoModelForCausalLM", "cpu")
+    reward_funcs = [grpo.load_reward_func(name, "cpu") for name in options.reward_funcs]
+    run = compare if "--compare" in sys.argv else make_trainer
+    trainer = run(policy, tokenizer, dataset, reward_funcs, config, sys.argv[end + 1 :])
+    trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
+    if options.model == "tiny":
+        after = grpo.held_out_accuracy(policy.eval(), tokenizer, held_out)
+        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
