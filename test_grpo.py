@@ -2232,7 +2232,7 @@ FAST = "--cold_start_steps 5 --max_steps 2".split()
 @pytest.mark.parametrize("script, flags, printed", [
     ("walkthrough.py", [], r"^gradient norm: \d"), ("process_supervision.py", FAST, r"^held-out accuracy: \S+ -> \S+$"),
     ("explain.py", ["--max_completion_length", "28"], r"^rewards \[.*\], mean \S+, std \S+$"),
-    ("iterative_grpo.py", FAST + "--iteration_steps 1 --first_batches 1 --first_updates 1 --updates 1".split(),
+    ("iterative_grpo.py", FAST + "--iteration_steps 1 --first_batches 1 --updates 1".split(),
      r"^true accuracy: \S+ -> \S+$"),
     ("benchmark.py", ["--rounds", "1"], r"^tiny on cpu, 1 rounds$")])
 def test_each_script_runs(script, flags, printed):
