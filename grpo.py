@@ -35,6 +35,7 @@ or top-p sampling, whose log-probs would not be the scorer's.
 
 import contextlib
 import copy
+import importlib
 import json
 import math
 import os
@@ -46,8 +47,10 @@ import sys
 import threading
 import time
 import warnings
+from collections import namedtuple
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import numpy
@@ -138,8 +141,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     Returns: (B,), NaN where every function abstained.
     """
     r = rewards_per_func
-    if reward_weights is None:
-        reward_weights = [1.0] * r.size(-1)
+    reward_weights = [1.0] * r.size(-1) if reward_weights is None else reward_weights
     reward_weights = torch.as_tensor(reward_weights, dtype=r.dtype, device=r.device)      # (F,)
     _check(locals(), "rewards_per_func: B F, reward_weights: F")
     return torch.where(r.isnan().all(1), torch.nan, (r * reward_weights).nansum(1))       # (B,)
@@ -629,11 +631,10 @@ def encode_prompts(tokenizer, prompts, device):
     """Tokenize strings, or messages through the chat template; ids and mask, (P, L), padded on the left."""
     chat = not isinstance(prompts[0], str)
     if chat:
-        template = dict(tokenize=False, add_generation_prompt=True)
-        prompts = [tokenizer.apply_chat_template(messages, **template) for messages in prompts]
-    options = dict(padding=True, padding_side="left", return_tensors="pt")
-    inputs = tokenizer(prompts, add_special_tokens=not chat, **options)
-    return inputs["input_ids"].to(device), inputs["attention_mask"].to(device)
+        prompts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+    options = dict(padding=True, padding_side="left", return_tensors="pt", add_special_tokens=not chat)
+    inputs = tokenizer(prompts, **options).to(device)
+    return inputs["input_ids"], inputs["attention_mask"]
 
 
 def eos_token_ids(model, tokenizer):
@@ -642,34 +643,28 @@ def eos_token_ids(model, tokenizer):
     return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """One step's samples: b rows, this process's share of the B, those of a prompt side by side."""
-
-    rows: list                       # b rows of the dataset, each prompt's G times
-    completions: list                # b strings or message lists
-    prompt_ids: torch.Tensor         # (b, L), left-padded
-    prompt_mask: torch.Tensor        # (b, L)
-    completion_ids: torch.Tensor     # (b, T), right-padded
-    completion_mask: torch.Tensor    # (b, T)
-    logps: torch.Tensor              # (b, T), recorded while sampling
-    entropies: torch.Tensor          # (b, T), likewise
-    terminated: torch.Tensor         # (b,), whether the completion ends in an EOS
-    loss_mask: torch.Tensor          # (b, T), completion_mask, without truncated rows if they shall not count
+Rollout = namedtuple("Rollout", [                    # one step's samples: this process's b of the B rows
+    "rows", "completions",                           # of the dataset, each G times; b strings or messages
+    "prompt_ids", "prompt_mask",                     # (b, L), left-padded
+    "completion_ids", "completion_mask",             # (b, T), right-padded
+    "logps", "entropies",                            # (b, T), recorded while sampling
+    "terminated",                                    # (b,), whether the completion ends in an EOS
+    "loss_mask"])                                    # (b, T), without truncated rows if they shall not count
 
 
 def sample_rollout(policy, tokenizer, batch, config, step):
     """Lines 6 and 7: G answers to each question of the batch. The policy as it stands is π_old."""
-    G, device, eos = config.num_generations, policy.device, eos_token_ids(policy, tokenizer)
+    G, T, device = config.num_generations, config.max_completion_length, policy.device
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)
+    eos = eos_token_ids(policy, tokenizer)
     # Keyed by (seed, step) for the whole batch, of which each process takes its rows: N sample like one.
-    size = (config.generation_batch_size, config.max_completion_length)
-    uniforms = numpy.random.default_rng([config.seed, 4, step]).random(size, dtype=numpy.float32)
+    rng = numpy.random.default_rng([config.seed, 4, step])
+    uniforms = own_share(rng.random((config.generation_batch_size, T), dtype=numpy.float32))
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         ids, mask, logps, entropies = generate(
-            policy, *prompts, max_completion_length=size[1], eos_token_ids=eos, num_generations=G,
+            policy, *prompts, max_completion_length=T, eos_token_ids=eos, num_generations=G,
             pad_token_id=tokenizer.pad_token_id, temperature=config.temperature,
-            uniforms=torch.tensor(own_share(uniforms), device=device))
+            uniforms=torch.tensor(uniforms, device=device))
     completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not isinstance(batch[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
@@ -754,23 +749,14 @@ PRESETS = {  # what the papers set; every other field keeps its default
 }
 
 
-@dataclass
-class TrainState:
-    """What a run carries from step to step beside the policy's weights."""
-
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    reference: torch.nn.Module | None   # π_ref, where β > 0
-    step: int = 0
-
-
 def initial_state(policy, config):
+    """What a run carries from step to step beside the policy's weights; reference is π_ref, where β > 0."""
     from transformers import get_scheduler
-    options = dict(lr=config.learning_rate, weight_decay=config.weight_decay)
-    optimizer = torch.optim.AdamW(policy.parameters(), **options)
+    optimizer = torch.optim.AdamW(policy.parameters(), config.learning_rate, weight_decay=config.weight_decay)
     updates = config.max_steps * config.num_iterations
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates)
-    return TrainState(optimizer, scheduler, copy.deepcopy(policy) if config.beta > 0 else None)
+    reference = copy.deepcopy(policy) if config.beta > 0 else None
+    return SimpleNamespace(step=0, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
@@ -819,9 +805,9 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
 def sample_batch(dataset, config, step):
     """Line 5: this process's share of the step's B / G prompts."""
-    count = config.generation_batch_size // config.num_generations
-    rng, n = numpy.random.default_rng([config.seed, 3, step]), len(dataset)
-    return own_share([dataset[i] for i in rng.choice(n, count, replace=count > n)])
+    count, n = config.generation_batch_size // config.num_generations, len(dataset)
+    chosen = numpy.random.default_rng([config.seed, 3, step]).choice(n, count, replace=count > n)
+    return own_share([dataset[i] for i in chosen])
 
 
 class InputError(ValueError):
@@ -833,11 +819,11 @@ def compute_rewards(reward_funcs, rollout):
     inputs = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
     ids = [row[mask != 0].tolist() for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     inputs |= {"prompts": inputs.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
-    rewards = torch.full((len(ids), len(reward_funcs)), math.inf)                         # (b, F)
+    rewards = torch.full((len(ids), len(reward_funcs)), math.inf)       # (b, F); inf stays where it fails
     for f, column in zip(reward_funcs, rewards.T):
         values = f(**inputs)
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            given = zip(ids, values[:], strict=True)                    # a list, as long as ids
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no list, wrong length, no numbers
+            given = zip(ids, values[:], strict=True)
             column[:] = torch.tensor([math.nan if value is None else value for _, value in given])
         if column.isinf().any():
             raise InputError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a finite number "
@@ -875,28 +861,28 @@ def score(model, rollout, rows, config):
 def update_policy(policy, state, rollout, parts, advantages, scored, config):
     """Line 11: one step of AdamW on the whole batch's loss; gradients add up over parts and processes."""
     mask, weights = rollout.loss_mask, [p for p in policy.parameters() if p.requires_grad]
-    tokens, rows = all_reduce(torch.stack([mask.sum(), mask.new_tensor(len(mask))])).tolist()
-    names = ("loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "kl")
+    B, tokens = config.generation_batch_size, all_reduce(mask.sum()).item()
+    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "kl"]
     metrics = dict.fromkeys(names if config.beta > 0 else names[:-1], 0.0)
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     for p in weights:
         p.grad = torch.zeros_like(p)
     for k, part in enumerate(parts):
         loss, of_part = grpo_loss(
             score(policy, rollout, part, config), advantages[part], mask[part],
             **{name: logps[k] for name, logps in scored.items()}, beta=config.beta, delta=config.delta,
-            epsilon_low=config.epsilon, epsilon_high=high, loss_type=config.loss_type,
-            importance_sampling_level=config.importance_sampling_level, policy_loss=config.policy_loss,
-            use_bias_correction_kl=config.use_bias_correction_kl, num_items_in_batch=tokens,
-            num_rows_in_batch=rows, max_completion_length=config.max_completion_length)
-        share = {"rows": len(part) / rows, "tokens": mask[part].sum().item() / max(tokens, 1)}
+            epsilon_low=config.epsilon, loss_type=config.loss_type, policy_loss=config.policy_loss,
+            epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+            importance_sampling_level=config.importance_sampling_level, num_items_in_batch=tokens,
+            use_bias_correction_kl=config.use_bias_correction_kl, num_rows_in_batch=B,
+            max_completion_length=config.max_completion_length)
+        of_rows, of_tokens = len(part) / B, mask[part].sum().item() / max(tokens, 1)
         if config.loss_type == "bnpo":                                  # local to a part: their mean
-            loss = loss * share["rows"]
+            loss = loss * of_rows
         loss.backward()
         metrics["loss"] += loss.item()
         for name, mean in of_part.items():
             by_row = config.importance_sampling_level == "sequence" and name != "kl"
-            metrics[name] += mean * share["rows" if by_row else "tokens"]
+            metrics[name] += mean * (of_rows if by_row else of_tokens)
     for p in weights:
         all_reduce(p.grad)
     metrics = {name: all_reduce(torch.tensor(x, device=mask.device)).item() for name, x in metrics.items()}
@@ -919,8 +905,7 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, config):
         "frac_reward_zero_std": silent.float().mean(), "completions/mean_length": lengths.mean(),
         "completions/clipped_ratio": 1 - gather(rollout.terminated.float()).mean(),
         "entropy": all_reduce((rollout.entropies * rollout.completion_mask).sum()) / lengths.sum()}
-    for f, column in zip(reward_funcs, rewards_per_func.T):
-        metrics[f"rewards/{f.__name__}/mean"] = column.nanmean()
+    metrics |= {f"rewards/{f.__name__}/mean": x.nanmean() for f, x in zip(reward_funcs, rewards_per_func.T)}
     return {name: value.item() for name, value in metrics.items()}
 
 
@@ -963,11 +948,10 @@ FORGETS = 0.9  # the share of its traces in which the teacher forgets the carry
 
 def tiny_tokenizer():
     """One token for each character, and for <think> and </think>."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
     words = ["<pad>", "<eos>", "<think>", "</think>", *"0123456789+=,"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("</?think>|<eos>|."), behavior="isolated")
+    tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=0))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
@@ -1037,8 +1021,8 @@ def held_out_accuracy(policy, tokenizer, problems):
 
 def load_dataset(path):
     """JSON Lines: each line an object with "prompt" (a string, or messages) and the same further columns."""
-    with open(path, encoding="utf-8") as file:
-        rows = json.loads(f"[{','.join(file)}]")                        # an error will name the line
+    with open(path, encoding="utf-8-sig") as file:                      # a byte order mark is no data
+        rows = json.loads(f"[{','.join(filter(str.strip, file))}]")     # an error will name the line
     for number, row in enumerate(rows, 1):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         is_chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
@@ -1061,20 +1045,27 @@ def load_model(name, auto_class, device, **options):
     kind = str(model.config.architectures)
     if info["missing_keys"] or "Classification" in kind and auto_class == "AutoModelForCausalLM":
         raise ValueError(f"{name}: got {kind}; allowed is a model trained as {auto_class}")
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise ValueError(f"{name}: got a tokenizer of {len(tokenizer)} words; allowed is the model's {known}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model.to(device), tokenizer
 
 
 def load_reward_func(name, device):
     """A reward function: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
+    built_in = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
-    if name in ("accuracy", "think_format"):
-        return {"accuracy": accuracy_reward, "think_format": think_format_reward}[name]
-    if path.endswith(".py"):
-        from importlib.util import module_from_spec, spec_from_file_location
-        spec = spec_from_file_location(os.path.basename(path)[:-3], path)
-        module = sys.modules[spec.name] = module_from_spec(spec)        # multiprocessing looks there
-        spec.loader.exec_module(module)
+    folder, file = os.path.split(os.path.abspath(path))
+    if name in built_in:
+        return built_in[name]
+    if path.endswith(".py") and os.path.isfile(path):
+        sys.path.insert(0, folder)                                      # it may import its neighbours
+        try:
+            module = importlib.import_module(file.removesuffix(".py"))
+        except Exception:
+            sys.excepthook(*sys.exc_info())                             # where in the user's file it happened
+            raise
         if callable(getattr(module, function, None)):
             return getattr(module, function)
     if path or "/" not in name and not os.path.isdir(name):
@@ -1082,14 +1073,13 @@ def load_reward_func(name, device):
                          "the folder or hub name of a sequence-classification model")
     from transformers import pipeline
     model, tokenizer = load_model(name, "AutoModelForSequenceClassification", device, num_labels=1)
-    options = dict(tokenizer=tokenizer, device=device, function_to_apply="none")
-    judge = pipeline("text-classification", model, **options)
+    judge = pipeline("text-classification", model, tokenizer=tokenizer, device=device)
 
     def reward(prompts, completions, **kwargs):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
         if not isinstance(texts[0], str):
-            texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in texts]
-        return [answer["score"] for answer in judge(texts)]
+            texts = tokenizer.apply_chat_template(texts, tokenize=False)
+        return [answer["score"] for answer in judge(texts, function_to_apply="none")]
 
     reward.__name__ = os.path.basename(os.path.normpath(name))
     return reward
@@ -1251,6 +1241,8 @@ def run(options, config, argv):
             policy = tiny_model(tokenizer, config.seed).to(device)
         else:
             policy, tokenizer = load_model(options.model, "AutoModelForCausalLM", device)
+        for row in dataset:                                             # a chat template may refuse messages
+            encode_prompts(tokenizer, [row["prompt"]], "cpu")
         folder = make_output_dir(config.output_dir, checkpoint) if rank == 0 else None
     except Exception as error:                                          # what a reader says of its file
         raise InputError(error) from error
@@ -1300,7 +1292,7 @@ def follow(steps, policy, tokenizer, state, config, saved, folder, argv):
         finally:                                                        # also where an error ends the run
             if state.step > last:
                 save_checkpoint(policy, tokenizer, state, saved, folder)
-            if 0 < state.step < config.max_steps:
+            if state.step < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
                 again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
                 print(f"stopped after step {state.step}; to go on: {shlex.join(again)}")
 

@@ -1708,10 +1708,10 @@ def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
     for _, after, _ in steps:
         rewards, before = kept.pop()
         assert rewards == torch.tensor([by_row(range(8)), first_two(range(8))]).T.tolist()
-        for name, a in vars(before).items():
+        for name, a in before._asdict().items():
             b = getattr(after, name)
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
-        with pytest.raises(dataclasses.FrozenInstanceError):
+        with pytest.raises(AttributeError):
             after.logps = None
 
 
@@ -1829,6 +1829,9 @@ def cli(*arguments):
             code = grpo.main([str(word) for word in arguments])
         except SystemExit as exit:
             code = exit.code
+        finally:
+            for name in ("rewards", "short", "wrong"):              # the next run has other files of these names
+                sys.modules.pop(name, None)
     return types.SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
@@ -2066,7 +2069,7 @@ def test_what_ends_a_run_leaves_the_last_whole_step(mu, data, monkeypatch):
 
 
 BAD_FILES = {  # what stands in it, and what the one line must say
-    "empty": ("", "empty"), "blank": ("\n\n", "line|column"), "json": ('{"prompt": "1"}\n{oops\n', "line 2"),
+    "empty": ("", "one line"), "blank": ("\n\n", "one line"), "json": ('{"prompt": "1"}\n{oops\n', "line 2"),
     "list": ("[1]\n", "line 1"), "noprompt": ('{"solution": "1"}\n', "line 1"),
     "nosolution": ('{"prompt": "1"}\n', "solution"), "emptyprompt": ('{"prompt": "", "solution": "1"}\n', "line 1"),
     "nochat": ('{"prompt": [], "solution": "1"}\n', "line 1"), "bytes": ('{"prompt": "\udcff"}\n', "utf"),
@@ -2104,6 +2107,40 @@ def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
     assert done.code == 2 and errors == done.err.splitlines()[-1:] and re.search(said, errors[0]), done
     (data / "out/metrics.jsonl").unlink(missing_ok=True)            # where the first step was begun
     assert "Traceback" not in done.err and files_of(data) == before
+
+
+def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
+    """It may import its neighbours, is run once for all functions named, and multiprocessing finds it."""
+    (data / "neighbour.py").write_text("runs = []\n")
+    (data / "short.py").write_text(
+        "import neighbour, sys\nneighbour.runs.append(sys.modules[__name__])\n"
+        "def f(completions, **kwargs):\n    return [len(neighbour.runs)] * len(completions)\n"
+        "def g(completions, **kwargs):\n    return [i % 4 for i in range(len(completions))]\n")
+    assert cli(*command(data, reward_funcs=[f"{data}/short.py:f", f"{data}/short.py:g"])).code == 0
+    assert [line["rewards/f/mean"] for line in lines_of(data / "out")] == [1.0, 1.0]
+    (data / "wrong.py").write_text("\n\nx = 1 / 0\n")
+    done = cli(*command(data, reward_funcs=f"{data}/wrong.py:f", output_dir=data / "other"))
+    assert done.code == 2 and "wrong.py\", line 3" in done.err and not (data / "other").exists()
+    assert done.err.splitlines()[-1] == "grpo.py: error: division by zero"
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_rows(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\n\n  \n{"prompt": "2"}')
+    assert grpo.load_dataset(tmp_path / "rows.jsonl") == [{"prompt": "1"}, {"prompt": "2"}]
+
+
+@pytest.mark.parametrize("tokenizer, said", [
+    (dict(template="{{ raise_exception('roles must alternate') }}"), "roles must alternate"),
+    (dict(more=["<a>", "<b>", "<c>", "<d>"]), "got a tokenizer of 21 words; allowed is the model's 20")], ids=str)
+def test_a_tokenizer_that_does_not_fit_is_one_line(tokenizer, said, data):
+    other = chat_tokenizer()
+    other.add_tokens(tokenizer.get("more", []))
+    other.chat_template = tokenizer.get("template", other.chat_template)
+    make_model("Llama").save_pretrained(data / "other")
+    other.save_pretrained(data / "other")
+    done = cli(*command(data, model=data / "other", dataset=data / "chat.jsonl"))
+    assert done.code == 2 and said in done.err.splitlines()[-1] and "Traceback" not in done.err
+    assert not (data / "out").exists()
 
 
 def test_code_that_comes_with_a_model_is_never_run(data, monkeypatch):
