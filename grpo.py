@@ -26,8 +26,9 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
 
 The functions of §1-§8 keep dtype and device. A mask may be bool, integer or float. Padding may hold anything,
-NaN and ±inf included: it reaches no value and no gradient of a function that takes the mask. A wrong shape or
-an unknown word is a ValueError that names the argument. "Args" leaves out what this table tells.
+NaN and ±inf included: it reaches no value and no gradient of a function that takes the mask. A wrong shape
+(_check, at the end of §8) or an unknown option is a ValueError that names the argument. "Args" leaves out
+what this table tells.
 
 Left out on purpose: inference servers, LoRA, images, tools, value networks, models beyond one GPU, and top-k
 or top-p sampling, whose log-probs would not be the scorer's.
@@ -163,7 +164,7 @@ def group_stats(rewards, num_generations, *, correction=1):
                          f"that is above correction = {correction}")
     r = rewards.reshape(-1, num_generations)                                              # (P, G)
     lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
-    r = r - lowest                                                      # equal rewards are 0 now, exactly
+    r = r - lowest                  # equal rewards are exactly 0 now; the mean of three times 0.1 is not 0.1
     mean = r.nanmean(1, keepdim=True)                                                     # (P, 1)
     n = (~r.isnan()).sum(1)                                                               # (P,)
     std = ((r - mean).square().nansum(1) / (n - correction).clamp(min=0)).sqrt()          # (P,)
@@ -354,7 +355,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A).
     No gradient where A > 0 and ρ > 1 + ε_high, or A < 0 and ρ < 1 - ε_low: the step has been taken already.
     Where A < 0, nothing bounds l as ρ grows; delta (1 + ε_high or more) does: min(ρ, δ) for the first ρ.
-    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. verl bounds the loss at c = 3.
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. verl bounds l at 3·|A|.
     Args: ratio (B, T), or (B, 1) at sequence level; advantages (B,) or (B, T). Returns: (B, T) or (B, 1).
     """
     _check(locals(), "ratio: B 1 | B T, advantages: B | B T")
@@ -503,7 +504,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         which epsilon_high is the absolute cap: set it, to 5 or so.
     Returns: the scalar loss; metrics, floats: clip_ratio/low_mean, /high_mean, /region_mean, kl and entropy
         (where given), means over real tokens; those of clip_ratio at sequence level over rows.
-    Gotcha: on-policy the value is -mean A, about 0, and says nothing; its gradient is REINFORCE's, A·∇log π.
+    Gotcha: on-policy the value is a mean of -A, about 0, and says nothing; its gradient is REINFORCE's.
     """
     _check(locals(), "logps: B T, completion_mask: B T, advantages: B | B T, old_logps: B T | None, "
                      "entropies: B T | None, sampling_logps: B T | None, "
@@ -770,6 +771,9 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
           compute_advantages=outcome_advantages):
     """Algorithm 1 of DeepSeekMath, with its line numbers on the right: a generator, which learns as it runs.
 
+    π_old is no copy: it is the policy while it samples, kept as log-probs. The last line, a reward model that
+    learns too, stands in worked_examples/iterative_grpo.py.
+
     Args:
         policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
         dataset, reward_funcs: dicts with "prompt" and further columns; f(prompts=, completions=, **columns).
@@ -817,7 +821,8 @@ class InputError(ValueError):
 def compute_rewards(reward_funcs, rollout):
     """Line 8: what each reward function says of this process's completions, (b, F), None as NaN."""
     inputs = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
-    ids = [row[mask != 0].tolist() for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    lengths = rollout.completion_mask.sum(1).tolist()
+    ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
     inputs |= {"prompts": inputs.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
     rewards = torch.full((len(ids), len(reward_funcs)), math.inf)       # (b, F); inf stays where it fails
     for f, column in zip(reward_funcs, rewards.T):
@@ -941,8 +946,8 @@ def all_reduce(x):
 # --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly forgets the
 # carry (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
-TINY = dict(learning_rate=2e-4, warmup_steps=10, max_steps=100, num_generations=16, generation_batch_size=256,
-            per_device_train_batch_size=256, max_completion_length=28)
+TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=120, num_generations=8, generation_batch_size=128,
+            per_device_train_batch_size=128, max_completion_length=28)
 FORGETS = 0.9  # the share of its traces in which the teacher forgets the carry
 
 
@@ -965,8 +970,10 @@ def tiny_model(tokenizer, seed):
 
 
 def tiny_problems(seed, held_out=500):
-    """All 8,100 sums of two two-digit numbers in random order: those to train on, and those held out."""
-    pairs = [(10 + i // 90, 10 + i % 90) for i in numpy.random.default_rng([seed, 1]).permutation(8100)]
+    """The 6,561 sums of 11 ... 99 without round numbers, in random order: to train on, and held out."""
+    numbers = [n for n in range(11, 100) if n % 10 > 0]
+    pairs = [(a, b) for a in numbers for b in numbers]
+    numpy.random.default_rng([seed, 1]).shuffle(pairs)
     problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs]
     return problems[held_out:], problems[:held_out]
 
@@ -985,19 +992,19 @@ def needs_carry(prompt):
     return teacher_trace(prompt, False) != teacher_trace(prompt, True)
 
 
-def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=128, learning_rate=3e-3):
+def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=64, learning_rate=4e-3):
     """Supervised learning from the teacher: minimise the mean of -log π over the tokens of its traces."""
     from tqdm import tqdm
-    rng = numpy.random.default_rng([seed, 2])
+    rng, prompts = numpy.random.default_rng([seed, 2]), [problem["prompt"] for problem in problems]
+    traces = [teacher_trace(prompt, rng.random() < FORGETS) for prompt in prompts]
+    traces = tokenizer(traces, padding=True, return_tensors="pt").to(model.device)
+    inputs = (*encode_prompts(tokenizer, prompts, model.device), *traces.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for step in tqdm(range(steps), "cold start", leave=False, disable=rank_and_world()[0] > 0):
-        prompts = [problem["prompt"] for problem in rng.choice(problems, rows)]
-        traces = [teacher_trace(prompt, rng.random() < FORGETS) for prompt in prompts]
-        traces = tokenizer(traces, padding=True, return_tensors="pt").to(model.device)
-        mask, prompts = traces["attention_mask"], encode_prompts(tokenizer, prompts, model.device)
-        logps, _ = per_token_logps(model, *prompts, traces["input_ids"], mask)
+        chosen = rng.choice(len(prompts), rows)
+        batch = [x[chosen] for x in inputs]
         optimizer.zero_grad()
-        aggregate(-logps, mask, loss_type="bnpo").backward()
+        aggregate(-per_token_logps(model, *batch)[0], batch[-1], loss_type="bnpo").backward()
         optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)    # 1, then to 0
         optimizer.step()
 
@@ -1113,10 +1120,10 @@ def save_checkpoint(policy, tokenizer, state, saved, folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(folder, job, device):
+def load_state(folder, job):
     """What save_checkpoint wrote, from a run whose options were those of this job. It is only data."""
     folder = folder if os.path.isdir(folder) else folder + ".old"       # a kill came between two renames
-    saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location=device, weights_only=True)
+    saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
     began = saved["job"]
     changed = [f"{name} = {job[name]} (was {began[name]})" for name in job if job[name] != began[name]]
     if changed:
@@ -1234,7 +1241,7 @@ def run(options, config, argv):
             raise ValueError("dataset: allowed with the reward accuracy is one with a column named solution")
         reward_funcs = [load_reward_func(name, device) for name in options.reward_funcs]
         if checkpoint:
-            saved = load_state(checkpoint, job, device)
+            saved = load_state(checkpoint, job)
             policy, tokenizer = load_model(saved["folder"], "AutoModelForCausalLM", device)
         elif tiny:
             tokenizer = tiny_tokenizer()

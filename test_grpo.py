@@ -1911,7 +1911,7 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
 
 def test_problems_and_teacher():
     train, held_out = grpo.tiny_problems(3)
-    assert len(train) == 7600 and len(held_out) == 500 and len({p["prompt"] for p in train + held_out}) == 8100
+    assert len(train) == 6061 and len(held_out) == 500 and len({p["prompt"] for p in train + held_out}) == 6561
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
     right, forgot = ([grpo.teacher_trace(p["prompt"], forgets)[:-5] for p in held_out] for forgets in (False, True))

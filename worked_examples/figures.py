@@ -1,17 +1,16 @@
 """Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page.
 
-Page 17 is about two runs. After these two commands
-
-    python grpo.py --model tiny --output_dir grpo-output
-    python grpo.py --model tiny --learning_rate 3e-3 --output_dir grpo-output-2
-
-`python worked_examples/figures.py run` writes their logs to tiny_run.csv and collapsed_run.csv, the table of page 17
-from these, and then the figures. Folders of other names: `figures.py run FOLDER COLLAPSED_FOLDER`.
+`python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands and with
+`--learning_rate 3e-3`, and writes what hangs on these two runs: the output in the README, curve.png, tiny_run.csv,
+collapsed_run.csv and the table of page 17. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -217,23 +216,44 @@ def collapse():
     save(figure, "17_collapse.png")
 
 
+METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
+           "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
+
+
+def run_tiny(csv, *flags):
+    """Run the demo in an empty folder, and write its metrics: the folder, and what the demo printed."""
+    folder = Path(tempfile.mkdtemp())
+    command = [sys.executable, str(HERE.parent / "grpo.py"), "--model", "tiny", *flags]
+    printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    log = [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
+    rows = [",".join(METRICS), *(",".join(f"{line[name]:.5g}" for name in METRICS) for line in log)]
+    (HERE / csv).write_text("\n".join(rows) + "\n")
+    return folder / "grpo-output", printed
+
+
+def rewrite(page, pattern, text):
+    """Put this text in the page, once, where the pattern fits."""
+    old = page.read_text()
+    new, count = re.subn(pattern, lambda match: text, old, flags=re.M | re.S)
+    assert count == 1, (page, pattern)
+    page.write_text(new)
+
+
+def runs():
+    """What README and page 17 say of the demo, made anew."""
+    folder, printed = run_tiny("tiny_run.csv")
+    run_tiny("collapsed_run.csv", "--learning_rate", "3e-3")
+    shutil.copy(folder / "curve.png", HERE)
+    rewrite(HERE.parent / "README.md", r"^before GRPO.*?^held-out accuracy[^\n]*\n", printed)
+    tiny, collapsed = (numpy.genfromtxt(HERE / name, delimiter=",", names=True, deletechars="")
+                       for name in ("tiny_run.csv", "collapsed_run.csv"))
+    for name in METRICS[1:]:
+        means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
+        rewrite(HERE / "17_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+
+
 if __name__ == "__main__":
-    names = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
-             "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
-    if sys.argv[1:2] == ["run"]:
-        folders = [Path(folder) for folder in sys.argv[2:] or ("grpo-output", "grpo-output-2")]
-        for folder, target in zip(folders, ("tiny_run.csv", "collapsed_run.csv")):
-            log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            rows = [",".join(names), *(",".join(f"{line[name]:.5g}" for name in names) for line in log)]
-            (HERE / target).write_text("\n".join(rows) + "\n")
-        page = HERE / "17_which_groups_teach.md"
-        tiny, collapsed = (numpy.genfromtxt(HERE / name, delimiter=",", names=True, deletechars="")
-                           for name in ("tiny_run.csv", "collapsed_run.csv"))
-        text = page.read_text()
-        for name in names[1:]:
-            means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-            row = f"| `{name}` | {' | '.join(means)} |"
-            text = re.sub(rf"^\| `{name}` \|.*$", row, text, flags=re.M)
-        page.write_text(text)
+    if sys.argv[1:] == ["run"]:
+        runs()
     for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse):
         draw()

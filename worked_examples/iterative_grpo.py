@@ -58,7 +58,7 @@ class RewardModel:
         return self.score([prompt + completion for prompt, completion in zip(prompts, completions)]).tolist()
 
     def learn(self, pairs, earlier, updates, size=64):
-        """Line 14: minimise the loss on new pairs, with a replay of 10% of earlier ones."""
+        """The last line: minimise the loss on new pairs, with a replay of 10% of earlier ones."""
         for _ in tqdm(range(updates if pairs and earlier else 0), "reward model", leave=False):
             batch = [pairs[i] for i in self.rng.integers(len(pairs), size=size - size // 10)]
             batch += [earlier[i] for i in self.rng.integers(len(earlier), size=size // 10)]
@@ -88,7 +88,7 @@ def main():
     options = parser.parse_args()
     config = grpo.GRPOConfig(**grpo.TINY | dict(          # "batch": r_φ's noise in a group of like answers stays small
         scale_rewards="batch", beta=0.1, sync_ref_model=True, ref_model_sync_steps=options.iteration_steps,
-        max_steps=options.max_steps, seed=options.seed))
+        generation_batch_size=256, max_steps=options.max_steps, seed=options.seed))
     torch.set_num_threads(1)                              # for so small a model, more would wait
     tokenizer = grpo.tiny_tokenizer()
     policy = grpo.tiny_model(tokenizer, config.seed)

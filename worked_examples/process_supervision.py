@@ -78,7 +78,7 @@ def show_an_answer(rollout, config, tokenizer):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cold_start_steps", type=int, default=300)
+    parser.add_argument("--cold_start_steps", type=int, default=500)
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
@@ -91,8 +91,7 @@ def main():
     print("before:")
     before = grpo.held_out_accuracy(policy, tokenizer, held_out)
 
-    config = grpo.GRPOConfig(**grpo.TINY | dict(
-        max_steps=options.max_steps, generation_batch_size=128, per_device_train_batch_size=128, seed=options.seed))
+    config = grpo.GRPOConfig(**grpo.TINY | dict(max_steps=options.max_steps, seed=options.seed))
     compute_advantages = functools.partial(step_advantages, tokenizer=tokenizer)
     steps = grpo.train(
         policy, tokenizer, problems, [grpo.accuracy_reward], config, compute_advantages=compute_advantages)
