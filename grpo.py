@@ -549,7 +549,8 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     loss = aggregate(loss, mask, loss_type=loss_type, max_completion_length=max_completion_length,
                      num_items_in_batch=num_items_in_batch, num_rows_in_batch=num_rows_in_batch)
     for name, x in metrics.items():
-        counted = mask if x.shape == mask.shape else torch.ones_like(x)  # tokens, or rows
+        by_row = importance_sampling_level == "sequence" and name.startswith("clip_ratio")
+        counted = torch.ones_like(x) if by_row else mask
         metrics[name] = aggregate(x.detach() * 1.0, counted, loss_type="bnpo").item()
     return loss, metrics
 
@@ -576,7 +577,6 @@ def _check(arguments, patterns):
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
 
-
 @torch.no_grad()
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids, num_generations=1,
              pad_token_id=0, temperature=1.0, uniforms=None):
@@ -599,7 +599,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     step = dict(keep=1, temperature=temperature, use_cache=True)
     logits, cache = next_token_logits(model, prompt_ids * mask, mask, **step)
     if cache is None:
-        raise ValueError(f"model: got {type(model).__name__}; allowed is a causal LM with past_key_values")
+        raise InputError(f"model: got {type(model).__name__}; allowed is a causal LM with past_key_values")
     live = torch.arange(len(mask) * num_generations, device=mask.device)                  # (B,)
     cache.reorder_cache(live // num_generations)                        # each prompt G times
     logits, mask = logits[live // num_generations], mask[live // num_generations]         # (B, 1, V), (B, L)
@@ -678,7 +678,6 @@ def sample_rollout(policy, tokenizer, batch, config, step):
 
 # §10 Training: Algorithm 1 of the paper -------------------------------------------------------------------
 
-
 def option(default, text):
     return field(default=default, metadata={"help": text})
 
@@ -716,7 +715,7 @@ class GRPOConfig:
     seed: int = option(42, "of the samples and of the order of the prompts")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
-    save_steps: int = option(500, "write a checkpoint every so many steps, and at the end")
+    save_steps: int = option(500, "write a checkpoint every so many steps (mu > 1: each) and at the end")
 
     def __post_init__(self):
         may_be_0 = "learning_rate warmup_steps weight_decay epsilon epsilon_high beta seed".split()
@@ -901,7 +900,7 @@ def update_policy(policy, state, rollout, parts, advantages, scored, config):
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, config):
-    """What the samples of all processes were like, under TRL's names; the README says what each means."""
+    """What the samples of all processes were like, under TRL's names."""
     rewards_per_func, lengths = gather(rewards_per_func), gather(rollout.completion_mask.sum(1)).float()
     rewards = combine_rewards(rewards_per_func, config.reward_weights)                    # (B,)
     silent = group_stats(rewards, config.num_generations)[1] == 0                         # (P,)
@@ -916,7 +915,6 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, config):
 
 # With torchrun, each of N processes samples and learns from 1/N of the rows. What concerns the whole batch is
 # put together by gather and all_reduce; without torchrun they hand back what they are given.
-
 
 def rank_and_world():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -1025,18 +1023,21 @@ def held_out_accuracy(policy, tokenizer, problems):
 
 # What a run reads: a dataset, a model, reward functions.
 
-
 def load_dataset(path):
     """JSON Lines: each line an object with "prompt" (a string, or messages) and the same further columns."""
     with open(path, encoding="utf-8-sig") as file:                      # a byte order mark is no data
-        rows = json.loads(f"[{','.join(filter(str.strip, file))}]")     # an error will name the line
+        lines = list(filter(str.strip, file))
+    try:
+        rows = json.loads(f"[{','.join(lines)}]")                       # an error will name the line
+    except ValueError as error:
+        raise ValueError(f"dataset: {path} is not JSON Lines: {error}") from error
     for number, row in enumerate(rows, 1):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         is_chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
         if (not prompt or not (is_chat or isinstance(prompt, str)) or row.keys() != rows[0].keys()
                 or type(prompt) is not type(rows[0]["prompt"])):
-            raise ValueError(f"dataset: {path}, line {number}: allowed is an object with a prompt (text, or "
-                             "messages with role and content), of the kind and columns of line 1")
+            raise ValueError(f"dataset: {path}, line {number}: got {row!r:.80}; allowed is an object with a "
+                             "prompt (text, or messages with role and content), columns as in line 1")
     if not rows or rows[0].keys() & {"prompts", "completions", "completion_ids"}:
         raise ValueError(f"dataset: {path}: allowed is one line or more, and no column named prompts, "
                          "completions or completion_ids")
@@ -1099,12 +1100,9 @@ FREE_ON_RESUME = ("output_dir", "save_steps", "per_device_train_batch_size")
 
 def save_checkpoint(policy, tokenizer, state, saved, folder):
     """Write folder/checkpoint, in Hugging Face format; the old one goes when the new one is whole."""
-    if folder is None:
-        return
     target = os.path.realpath(os.path.join(folder, "checkpoint"))       # it may be a symbolic link
     new, old = target + ".new", target + ".old"
-    parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "reference": state.reference}
-    parts = {name: part.state_dict() for name, part in parts.items() if part}
+    parts = {name: part.state_dict() for name, part in vars(state).items() if hasattr(part, "state_dict")}
     try:
         shutil.rmtree(new, ignore_errors=True)
         policy.save_pretrained(new)
@@ -1122,7 +1120,8 @@ def save_checkpoint(policy, tokenizer, state, saved, folder):
 
 def load_state(folder, job):
     """What save_checkpoint wrote, from a run whose options were those of this job. It is only data."""
-    folder = folder if os.path.isdir(folder) else folder + ".old"       # a kill came between two renames
+    if os.path.isdir(folder + ".old") and not os.path.isdir(folder):    # a kill came between two renames
+        folder += ".old"
     saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
     began = saved["job"]
     changed = [f"{name} = {job[name]} (was {began[name]})" for name in job if job[name] != began[name]]
@@ -1135,12 +1134,10 @@ def load_state(folder, job):
 def make_output_dir(folder, checkpoint):
     """The folder of this run: new or empty, or where the checkpoint lies from which it goes on."""
     home = os.path.dirname(os.path.abspath(checkpoint)) if checkpoint else None
-    if home and os.path.abspath(folder or home) == home:
-        return home
     names = ["grpo-output", *(f"grpo-output-{n}" for n in range(2, 10**4))]
-    folder = folder or next(name for name in names if not os.path.exists(name))
+    folder = folder or home or next(name for name in names if not os.path.exists(name))
     os.makedirs(folder, exist_ok=True)
-    if os.listdir(folder):
+    if os.path.abspath(folder) != home and os.listdir(folder):
         raise ValueError(f"output_dir: got {folder}, which is not empty; allowed is a new or empty folder")
     return folder
 
@@ -1161,7 +1158,6 @@ def plot_curve(lines, path, teacher):
 
 
 # From the flags to the run.
-
 
 def parse_options(argv):
     """The options of a run, and its GRPOConfig."""
@@ -1291,17 +1287,21 @@ def follow(steps, policy, tokenizer, state, config, saved, folder, argv):
                 print(json.dumps(saved["lines"][-1]), file=file, flush=True)
                 bar.set_postfix(reward=metrics["reward"], entropy=metrics["entropy"])
                 stop = all_reduce(torch.tensor(len(noted), device=policy.device)) > 0      # all at one step
-                if state.step % config.save_steps == 0 or config.num_iterations > 1:
+                if folder and (state.step % config.save_steps == 0 or config.num_iterations > 1):
                     save_checkpoint(policy, tokenizer, state, saved, folder)
                     last = state.step
                 if stop:
                     return noted[0] if noted else signal.SIGTERM
         finally:                                                        # also where an error ends the run
-            if state.step > last:
-                save_checkpoint(policy, tokenizer, state, saved, folder)
-            if state.step < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
-                again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
-                print(f"stopped after step {state.step}; to go on: {shlex.join(again)}")
+            if folder and not saved["lines"]:
+                os.remove(path)                                         # the folder may be taken again
+            try:
+                if folder and state.step > last:
+                    save_checkpoint(policy, tokenizer, state, saved, folder)
+            finally:
+                if state.step < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
+                    again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
+                    print(f"stopped after step {state.step}; to go on: {shlex.join(again)}")
 
 
 def main(argv=None):

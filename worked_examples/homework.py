@@ -12,8 +12,9 @@ from pathlib import Path
 
 HEADING = """\
 # Replace each `raise NotImplementedError` by what the docstring above it says. Functions call each other as the
-# equations do, so begin at the top. To grade this file as my_grpo.py, beside grpo.py and test_grpo.py:
-#     GRPO_MODULE=my_grpo.py python -m pytest -q test_grpo.py
+# equations do, so begin at the top. To grade this file as my_grpo.py, beside grpo.py and test_grpo.py, up to the first
+# mistake, which is shown with equation, input and what was expected:
+#     GRPO_MODULE=my_grpo.py python -m pytest -q -x --tb=short test_grpo.py
 # A test of one function alone: add -k group_stats. Tests of what is not in this file (§9 on) are skipped.
 """
 

@@ -86,7 +86,8 @@ grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_
 print("gradient norm:", grad_norm)
 optimizer.step()
 
-# %% What has it done? Answers above their group's mean have gained on those below it
+# %% What has it done? Answers above their group's mean have gained on those below it. (Both may fall: all share the
+# weights, and AdamW's first step is as long for a small gradient as for a large one. The difference is what is learned.)
 new_logps = grpo.per_token_logps(policy, *inputs)[0].detach()
 change = ((new_logps - old_logps) * mask).sum(1)                                                              # (B,)
 print(f"mean change of the log-prob where A > 0: {change[advantages > 0].mean():+.3f}")

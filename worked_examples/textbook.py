@@ -1,0 +1,100 @@
+"""GRPO as a textbook writes it: the plain formulas, without what makes them safe.
+
+    GRPO_MODULE=worked_examples/textbook.py python -m pytest -q test_grpo.py
+
+has no failure: test_grpo.py asks a student's file for the formula, and for nothing beyond it. The lines of grpo.py that
+are not here are about what it leaves open: padding that holds NaN, rewards that are missing, equal rewards in float32,
+answers without a token. Below stand mistakes that students make; the tests find and explain each.
+"""
+
+import torch
+
+
+def group_advantages(rewards, num_generations, *, eps=1e-4):
+    r = rewards.view(-1, num_generations)
+    mean = torch.mean(r, 1, keepdim=True)
+    std = torch.std(r, 1, keepdim=True)
+    return ((r - mean) / (std + eps)).view(-1)
+
+
+def leave_one_out_advantages(rewards, num_generations):
+    r = rewards.view(-1, num_generations)
+    return (r - (r.sum(1, keepdim=True) - r) / (num_generations - 1)).view(-1)
+
+
+def completion_mask(completion_ids, eos_token_ids):
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids)).long()
+    return (is_eos.cumsum(1) - is_eos == 0).long()
+
+
+def selective_log_softmax(logits, index):
+    return torch.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_from_logits(logits):
+    return -(torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1)
+
+
+def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, prompt_ids.size(1) - 1 : -1] / temperature
+    return selective_log_softmax(logits, completion_ids) * completion_mask, None
+
+
+def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
+    log_ratio = logps - old_logps
+    if importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * completion_mask).sum(1, keepdim=True) / completion_mask.sum(1, keepdim=True)
+    return torch.exp(log_ratio)
+
+
+def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
+    return torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
+
+
+def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2):
+    A = advantages.unsqueeze(1)
+    return -torch.min(ratio * A, clip_ratio(ratio, epsilon_low, epsilon_high) * A)
+
+
+def kl_estimate(logps, ref_logps):
+    d = ref_logps - logps
+    return torch.exp(d) - d - 1
+
+
+def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None):
+    total = (per_token_loss * completion_mask).sum()
+    if loss_type == "grpo":
+        return ((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()
+    if loss_type == "dr_grpo":
+        return total / (len(per_token_loss) * max_completion_length)
+    return total / completion_mask.sum()
+
+
+def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=None, beta=0.0, loss_type="dapo",
+              importance_sampling_level="token", max_completion_length=None):
+    old_logps = logps.detach() if old_logps is None else old_logps
+    ratio = importance_ratio(logps, old_logps, completion_mask, importance_sampling_level=importance_sampling_level)
+    loss = clipped_surrogate_loss(ratio, advantages)
+    loss = loss if ref_logps is None else loss + beta * kl_estimate(logps, ref_logps)
+    return aggregate(loss, completion_mask, loss_type=loss_type, max_completion_length=max_completion_length), {}
+
+
+# What a student gets wrong; the words above, and what stands there instead; the test that says so, and its arguments.
+MISTAKES = [
+    ("std by n", "std(r, 1, keepdim=True)", "std(r, 1, keepdim=True, correction=0)", "test_group_advantages", {}),
+    ("batch mean", "torch.mean(r, 1, keepdim=True)", "torch.mean(r)", "test_group_advantages", {}),
+    ("no eps", "(std + eps)", "std", "test_group_advantages", {}),
+    ("eps inside the root", "(std + eps)", "(std**2 + eps).sqrt()", "test_group_advantages", {}),
+    ("RLOO by n", "/ (num_generations - 1)", "/ num_generations", "test_leave_one_out"),
+    ("max for min", "-torch.min(", "-torch.max(", "test_clipped_surrogate", {}),
+    ("sign", "-torch.min(", "torch.min(", "test_clipped_surrogate", {}),
+    ("KL reversed", "d = ref_logps - logps", "d = logps - ref_logps", "test_kl_estimate", {}),
+    ("grpo as bnpo", "((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()",
+     "total / completion_mask.sum()", "test_aggregate", "grpo", {}),
+    ("dr_grpo by padded T", "* max_completion_length", "* completion_mask.size(1)", "test_aggregate", "dr_grpo", {}),
+    ("GSPO's sum for mean", " / completion_mask.sum(1, keepdim=True)", "", "test_importance_ratio",
+     dict(importance_sampling_level="sequence")),
+    ("ratio inverted", "log_ratio = logps - old_logps", "log_ratio = old_logps - logps", "test_importance_ratio", {}),
+    ("EOS masked out", "is_eos.cumsum(1) - is_eos == 0", "is_eos.cumsum(1) == 0", "test_completion_mask"),
+    ("off by one", "- 1 : -1] / temp", ":] / temp", "test_per_token_logps_are_those_of_each_row_alone", "llama", {})]
