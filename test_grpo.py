@@ -1,12 +1,9 @@
 """Tests of grpo.py, section by section.
 
 Each function of §1-§8 has a twin here in pure Python: lists without padding, so that it cannot share a masking bug.
-Beside it stand gradients, worked numbers of the guides, and exact enumeration. To test a file of your own:
-
-    GRPO_MODULE=my_grpo.py python -m pytest -q test_grpo.py
-
-What it lacks, or has not written yet (raise NotImplementedError), is skipped by name. What goes beyond the formula
-(NaN rewards, NaN in padding, exact zeros in float32, error messages) is left out, unless GRPO_BEYOND=1 asks for it.
+Beside it stand gradients, worked numbers of the guides, and exact enumeration. With GRPO_MODULE=my_grpo.py they test
+that file: what it lacks or has not written yet (raise NotImplementedError) is skipped by name, and what goes beyond the
+formula (NaN rewards, NaN in padding, exact zeros in float32, error messages) is left out, unless GRPO_BEYOND=1.
 """
 
 import ast
@@ -141,7 +138,7 @@ class Batch:
     """A ragged batch on a grid: rows for the twins, tensors padded with junk for the functions."""
 
     def __init__(self, lengths, G, seed=0, junk=(-100.0, 0.0, 3.0), mask_dtype=torch.float64):
-        self.lengths, self.G, self.junk, self.T = lengths, G, junk, max([2, *lengths])
+        self.lengths, self.G, self.junk, self.T = lengths, G, junk, max([1, *lengths])
         rng = random.Random(seed)
         grid = lambda low, high: [[rng.randint(low, high) / 8 for _ in range(n)] for n in lengths]
         self.rows = dict(logps=grid(-48, -8), entropies=grid(0, 16), rewards=grid(-16, 16), values=grid(-16, 16))
@@ -286,9 +283,6 @@ def test_combine_rewards(weights, rewards):
 
 # §2 Group statistics and advantages ----------------------------------------------------------------------------------
 
-ADVANTAGE = "A = (r - mean) / (std + eps), std with n - 1, eps = 1e-4 outside the root (DeepSeekMath §4.1.2)"
-
-
 def groups_of(values, G):
     return [values[i : i + G] for i in range(0, len(values), G)]
 
@@ -326,7 +320,8 @@ def test_group_stats(options, batch):
 def test_group_advantages(options, batch):
     got = grpo.group_advantages(f64(batch.scores), batch.G, **options)
     want = twin_advantages(batch.scores, batch.G, **options)
-    expect(got, want, ADVANTAGE, rewards=batch.scores, num_generations=batch.G, **options)
+    equation = "A = (r - mean) / (std + eps), std with n - 1, eps = 1e-4 outside the root (DeepSeekMath §4.1.2)"
+    expect(got, want, equation, rewards=batch.scores, num_generations=batch.G, **options)
 
 
 @beyond
@@ -417,16 +412,18 @@ def test_selective_log_softmax_and_entropy(scale):
             expect_gradient(function, logits, equation, logits=logits, index=index)
 
 
-@functools.cache
-def causal_lm(kind):
-    """A causal LM of random weights in float64."""
-    sizes = dict(vocab_size=23, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-                 bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    config = dict(llama=transformers.LlamaConfig(**sizes, intermediate_size=48, num_key_value_heads=2, head_dim=8),
-                  opt=transformers.OPTConfig(**sizes, word_embed_proj_dim=32, ffn_dim=48),
-                  gpt2=transformers.GPT2Config(**sizes))[kind]
+def make_model(kind, auto_class="AutoModelForCausalLM"):
+    """A model of random weights, large enough that its distributions are far from uniform."""
+    words = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
+    shape = words | dict(intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    linear = shape | dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+                          linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+                          moe_intermediate_size=16, shared_expert_intermediate_size=16)   # 3 of 4 layers: linear
+    gpt2 = words | dict(num_attention_heads=4, max_position_embeddings=64)
+    opt = gpt2 | dict(word_embed_proj_dim=32, ffn_dim=48)
+    shapes = dict(GPT2=gpt2, OPT=opt, Llama=shape | dict(num_labels=1), Qwen2=shape, Qwen3Next=linear, Mamba=words)
+    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shapes[kind])).eval()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
@@ -437,15 +434,15 @@ def scoring_batch():
     torch.manual_seed(1)
     prompt_mask = torch.tensor([[0] * (4 - n) + [1] * n for n in (4, 2, 1, 3)])
     answer_mask = torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 3, 0, 1)])
-    prompt_ids = torch.randint(23, (4, 4)).masked_fill(prompt_mask == 0, -9 if grpo.strict else 0)
-    answer_ids = torch.randint(23, (4, 6)).masked_fill(answer_mask == 0, 10**6 if grpo.strict else 0)
+    prompt_ids = torch.randint(20, (4, 4)).masked_fill(prompt_mask == 0, -9 if grpo.strict else 0)
+    answer_ids = torch.randint(20, (4, 6)).masked_fill(answer_mask == 0, 10**6 if grpo.strict else 0)
     return prompt_ids, prompt_mask, answer_ids, answer_mask
 
 
-@pytest.mark.parametrize("kind", ["llama", more("gpt2"), more("opt")])
+@pytest.mark.parametrize("kind", ["Llama", more("GPT2"), more("OPT")])
 @options(dict(temperature=0.7), more(dict(temperature=0.7, compute_entropy=True)))
 def test_per_token_logps_are_those_of_each_row_alone(kind, options):
-    model, batch = causal_lm(kind), scoring_batch()
+    model, batch = make_model(kind).double(), scoring_batch()
     prompt_ids, prompt_mask, answer_ids, answer_mask = batch
     want, want_H = torch.zeros(4, 6).double(), torch.zeros(4, 6).double()
     for i in range(4):
@@ -469,13 +466,13 @@ def test_per_token_logps_are_those_of_each_row_alone(kind, options):
 
 @beyond
 def test_per_token_logps_takes_other_dtypes_and_no_tokens_and_is_one_call():
-    model, calls = copy.deepcopy(causal_lm("llama")).bfloat16(), []
+    model, calls = make_model("Llama").bfloat16(), []
     model.register_forward_hook(lambda module, args, options, output: calls.append((options, output)), with_kwargs=True)
     prompt_ids, prompt_mask, answer_ids, answer_mask = scoring_batch()
     prompts = prompt_ids.int(), prompt_mask.bool()
     got, entropies = grpo.per_token_logps(model, *prompts, answer_ids.int(), answer_mask.float(), compute_entropy=True)
     (options, output), = calls
-    assert output.logits.shape == (4, 7, 23) and options["use_cache"] is False and output.past_key_values is None
+    assert output.logits.shape == (4, 7, 20) and options["use_cache"] is False and output.past_key_values is None
     assert got.dtype == entropies.dtype == torch.float32 and not entropies[answer_mask == 0].any()
     logps = output.logits[:1, :-1].float().log_softmax(-1)              # the softmax is not in half precision
     expect(got[:1], logps.gather(2, answer_ids[:1, :, None])[..., 0], "log softmax in float32", 1e-6)
@@ -520,13 +517,6 @@ test_sapo = by_rows("sapo_loss", "ratio A", twin_sapo, "l = -σ(τ(ρ - 1))·4/�
 test_truncated_importance_ratio = by_rows(
     "truncated_importance_ratio", "old sampled", lambda p, q, cap=2.0: min(math.exp(p - q), cap),
     "w = min(exp(old - sampled), cap)", {}, dict(cap=1.2), constants="old sampled")
-
-
-def test_the_sequence_ratio_of_the_guide_is_the_geometric_mean():
-    old, mask = f64([[-2.3] * 10]), torch.ones(1, 10)
-    sequence = grpo.importance_ratio(old + 0.2, old, mask, importance_sampling_level="sequence")
-    expect(sequence, [[math.exp(2.0) ** (1 / 10)]], RATIO)                      # 1.2214, not e² = 7.39
-    expect(grpo.clip_ratio(sequence), [[1.2]], "clip(ρ, 0.8, 1.2)")
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.25, 1.5, 5.0])
@@ -652,22 +642,6 @@ def test_any_split_gives_the_whole_value_and_gradient(loss_type, batch, size):
     expect(gradient(parts, tensors[0]), gradient(whole, tensors[0]), "and so is the sum of their gradients")
 
 
-NOTES_LOG_RATIOS = [[0.1, 0.05, -0.1, 0.08, 0.02], [-0.05, 0.1, -0.08, 0.05], [0.08, -0.05, 0.1, 0.05, -0.08, 0.1]]
-
-
-@pytest.mark.parametrize("A, losses", [(1.225, [-0.010313, -0.092608, -0.077174, -0.092608]),
-                                       (0.9998, [-0.008417, -0.075584, -0.062986, -0.075584])])
-def test_the_three_completions_of_the_notes(A, losses):
-    A, mask = f64([A, -A, 0.0]), f64([[1] * len(row) + [0] * (6 - len(row)) for row in NOTES_LOG_RATIOS])
-    old, logs = torch.full((3, 6), -2.0).double(), f64([row + [0.0] * (6 - len(row)) for row in NOTES_LOG_RATIOS])
-    for loss_type, want in zip(AGGREGATE, losses):
-        loss = grpo.grpo_loss(old + logs, A, mask, old_logps=old, loss_type=loss_type, max_completion_length=6)[0]
-        expect(loss, want, AGGREGATE[loss_type] + " of the notes", 1e-6, advantages=A)
-    tokens = grpo.clipped_surrogate_loss(logs.exp(), f64([1.225, -1.225, 0.0]))
-    rows = [grpo.aggregate(tokens[i : i + 1], mask[i : i + 1], loss_type="grpo") for i in range(3)]
-    expect(torch.stack(rows), [-1.26537, 1.23443, 0.0], "the losses of the three completions", 5e-6)
-
-
 # §8 The loss ---------------------------------------------------------------------------------------------------------
 
 CHOICES = dict(policy_loss=["clip", "cispo", "sapo"], loss_type=["dapo", "grpo", "bnpo", "dr_grpo"], delta=[None, 2.0],
@@ -789,7 +763,7 @@ def evaluate(call, dtype=torch.float64):
     torch.manual_seed(0)
     space = dict(X=torch.randn(4, 3).to(dtype), R=torch.randn(4).to(dtype), L=torch.randn(4, 3, 5).to(dtype),
                  M=torch.ones(4, 3).tril(), I=torch.randint(3, (4, 3)))
-    before, result = copy.deepcopy(space), eval(call, {"grpo": grpo, "llama": causal_lm("llama")} | space)
+    before, result = copy.deepcopy(space), eval(call, {"grpo": grpo, "llama": make_model("Llama").double()} | space)
     assert all(torch.equal(x, before[name]) for name, x in space.items()), "an argument is changed"
     return result
 
@@ -876,7 +850,7 @@ def test_a_textbook_file_has_no_failure(tmp_path):
     environment = os.environ | dict(GRPO_MODULE=str(tmp_path / "my_grpo.py"), GRPO_EXAMPLES="5")
     run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 40
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 37
     assert "my_grpo has no sapo_loss" in run.stdout and "group_advantages has no argument scale_rewards" in run.stdout
 
 
@@ -977,22 +951,6 @@ def of_grpo_alone(request):
         pytest.skip("about grpo.py itself, not its equations")
 
 
-def make_model(kind, auto_class="AutoModelForCausalLM"):
-    """A model of random weights, large enough that its distributions are far from uniform."""
-    words = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
-    shape = words | dict(intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    linear = shape | dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-                          linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
-                          moe_intermediate_size=16, shared_expert_intermediate_size=16)   # 3 of 4 layers: linear
-    gpt2 = words | dict(num_attention_heads=4, max_position_embeddings=64)
-    options = dict(GPT2=gpt2, Llama=shape | dict(num_labels=1), Qwen2=shape, Qwen3Next=linear, Mamba=words)[kind]
-    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**options)).eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model
-
-
 def chat_tokenizer():
     """The tiny task's tokenizer, with a chat template that knows no judge."""
     tokenizer = grpo.tiny_tokenizer()
@@ -1068,8 +1026,6 @@ def test_each_prompt_is_prefilled_once_and_ended_rows_leave_the_batch():
     live = sample(model)[1].sum(0).tolist()                         # rows whose token t is real
     assert live[0] == 24 > live[4] > live[-1] > 0
     assert passes == [(rows, width, torch.float32) for rows, width in [(3, 4)] + [(rows, 1) for rows in live[1:]]]
-    with pytest.raises(ValueError, match="model: got MambaForCausalLM; allowed is"):                # it has no KV cache
-        sample(make_model("Mamba"))
 
 
 def test_greedy_takes_the_most_likely_word():
@@ -1379,9 +1335,8 @@ def length(prompts, completions, completion_ids, solution, **kwargs):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders of models that name a file of code: causal ones, one of too many words, one that classifies."""
-    root, made = tmp_path_factory.mktemp("models"), {}
-    for name in ("GPT2", "Llama", "Qwen2", "Mamba"):
-        made[name] = make_model(name)
+    root, causal = tmp_path_factory.mktemp("models"), ("GPT2", "Llama", "Qwen2", "Mamba")
+    made = {name: make_model(name) for name in causal}
     made |= {"wordy": made["Llama"], "judge": make_model("Llama", "AutoModelForSequenceClassification")}
     for name, model in made.items():
         tokenizer = chat_tokenizer()
@@ -1735,7 +1690,7 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
 
 LINES, CODE_LINES, TOKENS, COLUMNS = 1320, 841, 10200, 110          # at most; and of the longest function:
 FUNCTION_LINES = collections.defaultdict(lambda: 60, grpo_loss=75, train=40)
-TEST_LINES, TEST_COLUMNS = 1860, 120
+TEST_LINES, TEST_COLUMNS = 1815, 120
 
 
 def test_the_file_is_small_and_imports_nothing_heavy():
