@@ -577,6 +577,10 @@ def _check(arguments, patterns):
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
 
+class InputError(ValueError):
+    """What the user can put right: the command line says it in one line, without a traceback."""
+
+
 @torch.no_grad()
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids, num_generations=1,
              pad_token_id=0, temperature=1.0, uniforms=None):
@@ -610,7 +614,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
         if uniforms is not None:
             cdf = logits.softmax(-1).squeeze(1).cumsum(1)                                 # (live, V)
             token = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True)
-            token = token.clamp(max=cdf.size(1) - 1)                    # u·Σp may round up to Σp itself
+            token = token.clamp(max=cdf.size(1) - 1)                    # NaN logits: an error, after the loop
         completion_ids[live, t : t + 1] = token
         logps[live, t : t + 1] = selective_log_softmax(logits, token)
         entropies[live, t : t + 1] = entropy_from_logits(logits)
@@ -658,7 +662,8 @@ def sample_rollout(policy, tokenizer, batch, config, step):
     G, T, device = config.num_generations, config.max_completion_length, policy.device
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)
     eos = eos_token_ids(policy, tokenizer)
-    # Keyed by (seed, step) for the whole batch, of which each process takes its rows: N sample like one.
+    # Keyed by (seed, step) for the whole batch, of which each process takes its rows: N sample like one. 4 is
+    # this use of the seed; 1, 2 and 3 are the problems, the cold start and the batches.
     rng = numpy.random.default_rng([config.seed, 4, step])
     uniforms = own_share(rng.random((config.generation_batch_size, T), dtype=numpy.float32))
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
@@ -684,7 +689,7 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """All hyperparameters, under TRL's names."""
+    """All hyperparameters, under TRL's names; only cispo and sapo, a loss_type there, are a policy_loss."""
 
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "how the step falls")
@@ -813,20 +818,17 @@ def sample_batch(dataset, config, step):
     return own_share([dataset[i] for i in chosen])
 
 
-class InputError(ValueError):
-    """What the user can put right: the command line says it in one line, without a traceback."""
-
-
 def compute_rewards(reward_funcs, rollout):
     """Line 8: what each reward function says of this process's completions, (b, F), None as NaN."""
     inputs = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
     lengths = rollout.completion_mask.sum(1).tolist()
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
     inputs |= {"prompts": inputs.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
-    rewards = torch.full((len(ids), len(reward_funcs)), math.inf)       # (b, F); inf stays where it fails
+    # (b, F); inf stays where what a function gave is no list, of another length, or not one of numbers.
+    rewards = torch.full((len(ids), len(reward_funcs)), math.inf)
     for f, column in zip(reward_funcs, rewards.T):
         values = f(**inputs)
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no list, wrong length, no numbers
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, LookupError, OverflowError):
             given = zip(ids, values[:], strict=True)
             column[:] = torch.tensor([math.nan if value is None else value for _, value in given])
         if column.isinf().any():
@@ -914,7 +916,7 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, config):
 
 
 # With torchrun, each of N processes samples and learns from 1/N of the rows. What concerns the whole batch is
-# put together by gather and all_reduce; without torchrun they hand back what they are given.
+# put together by gather and all_reduce; without torchrun they change nothing.
 
 def rank_and_world():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -1009,7 +1011,8 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=64, learning
 
 def held_out_accuracy(policy, tokenizer, problems):
     """The share of right greedy answers; three that need the carry are shown, with their probability."""
-    prompts, solutions = zip(*(problem.values() for problem in problems))
+    prompts = [problem["prompt"] for problem in problems]
+    solutions = [problem["solution"] for problem in problems]
     ids, _, logps, _ = generate(
         policy, *encode_prompts(tokenizer, prompts, policy.device), pad_token_id=tokenizer.pad_token_id,
         eos_token_ids=tokenizer.eos_token_id, max_completion_length=TINY["max_completion_length"])
@@ -1025,19 +1028,21 @@ def held_out_accuracy(policy, tokenizer, problems):
 
 def load_dataset(path):
     """JSON Lines: each line an object with "prompt" (a string, or messages) and the same further columns."""
+    rows = []
     with open(path, encoding="utf-8-sig") as file:                      # a byte order mark is no data
-        lines = list(filter(str.strip, file))
-    try:
-        rows = json.loads(f"[{','.join(lines)}]")                       # an error will name the line
-    except ValueError as error:
-        raise ValueError(f"dataset: {path} is not JSON Lines: {error}") from error
-    for number, row in enumerate(rows, 1):
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        is_chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
-        if (not prompt or not (is_chat or isinstance(prompt, str)) or row.keys() != rows[0].keys()
-                or type(prompt) is not type(rows[0]["prompt"])):
-            raise ValueError(f"dataset: {path}, line {number}: got {row!r:.80}; allowed is an object with a "
-                             "prompt (text, or messages with role and content), columns as in line 1")
+        lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
+    for number, line in lines:
+        try:
+            rows.append(json.loads(line))
+            prompt = rows[-1]["prompt"]
+            chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
+            fits = (prompt and (chat or isinstance(prompt, str)) and rows[-1].keys() == rows[0].keys()
+                    and type(prompt) is type(rows[0]["prompt"]))
+        except (ValueError, TypeError, LookupError):                    # no JSON, no object, no messages
+            fits = False
+        if not fits:
+            raise ValueError(f"dataset: {path}, line {number}: got {line:.80}; allowed is an object with a "
+                             "prompt (text, or messages with role and content), columns as in the first")
     if not rows or rows[0].keys() & {"prompts", "completions", "completion_ids"}:
         raise ValueError(f"dataset: {path}: allowed is one line or more, and no column named prompts, "
                          "completions or completion_ids")
@@ -1074,6 +1079,8 @@ def load_reward_func(name, device):
         except Exception:
             sys.excepthook(*sys.exc_info())                             # where in the user's file it happened
             raise
+        if getattr(module, "__file__", None) != os.path.join(folder, file):
+            raise ValueError(f"reward_funcs: got {path}; allowed is a name that is not taken by {module}")
         if callable(getattr(module, function, None)):
             return getattr(module, function)
     if path or "/" not in name and not os.path.isdir(name):
@@ -1085,9 +1092,11 @@ def load_reward_func(name, device):
 
     def reward(prompts, completions, **kwargs):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
-        if not isinstance(texts[0], str):
+        chat = not isinstance(texts[0], str)
+        if chat:
             texts = tokenizer.apply_chat_template(texts, tokenize=False)
-        return [answer["score"] for answer in judge(texts, function_to_apply="none")]
+        answers = judge(texts, function_to_apply="none", add_special_tokens=not chat)     # as encode_prompts
+        return [answer["score"] for answer in answers]
 
     reward.__name__ = os.path.basename(os.path.normpath(name))
     return reward
@@ -1120,6 +1129,7 @@ def save_checkpoint(policy, tokenizer, state, saved, folder):
 
 def load_state(folder, job):
     """What save_checkpoint wrote, from a run whose options were those of this job. It is only data."""
+    folder = os.path.realpath(folder)                                   # as in save_checkpoint
     if os.path.isdir(folder + ".old") and not os.path.isdir(folder):    # a kill came between two renames
         folder += ".old"
     saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
@@ -1222,6 +1232,8 @@ def run(options, config, argv):
     logging.disable_progress_bar()
     tiny, cuda, (rank, world) = options.model == "tiny", torch.cuda.is_available(), rank_and_world()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    if cuda:
+        torch.cuda.set_device(device)                                   # where Triton's kernels run
     if tiny:
         torch.set_num_threads(1)                                        # several would wait for each other
     if world > 1:
@@ -1230,7 +1242,7 @@ def run(options, config, argv):
         sys.stdout = open(os.devnull, "w")                              # one process speaks
     job = {name: value for name, value in asdict(config).items() if name not in FREE_ON_RESUME}
     job |= {"model": options.model, "dataset": options.dataset, "reward_funcs": options.reward_funcs}
-    checkpoint, saved = options.resume_from_checkpoint, {"job": job, "lines": [], "before": None}
+    checkpoint, saved = options.resume_from_checkpoint, {"job": job, "lines": [], "teacher": None}
     try:
         dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(options.dataset), [])
         if "accuracy" in options.reward_funcs and "solution" not in dataset[0]:
@@ -1244,33 +1256,35 @@ def run(options, config, argv):
             policy = tiny_model(tokenizer, config.seed).to(device)
         else:
             policy, tokenizer = load_model(options.model, "AutoModelForCausalLM", device)
-        for row in dataset:                                             # a chat template may refuse messages
-            encode_prompts(tokenizer, [row["prompt"]], "cpu")
+        if not isinstance(dataset[0]["prompt"], str):
+            for row in dataset:                                         # a chat template may refuse messages
+                encode_prompts(tokenizer, [row["prompt"]], "cpu")
         folder = make_output_dir(config.output_dir, checkpoint) if rank == 0 else None
     except Exception as error:                                          # what a reader says of its file
         raise InputError(error) from error
-    teacher = None
-    if tiny:
-        teacher = 1 - FORGETS * sum(needs_carry(problem["prompt"]) for problem in held_out) / len(held_out)
     if tiny and not checkpoint:
         cold_start(policy, tokenizer, dataset, config.seed)
-        print(f"before GRPO (the teacher is right in {teacher:.2f} of its traces):")
+        saved["teacher"] = 1 - FORGETS * sum(needs_carry(row["prompt"]) for row in held_out) / len(held_out)
+        print(f"before GRPO (the teacher is right in {saved['teacher']:.2f} of its traces):")
         saved["before"] = held_out_accuracy(policy, tokenizer, held_out)
-    for p in policy.parameters() if world > 1 else ():
-        torch.distributed.broadcast(p.data, 0)
+    if world > 1:
+        for p in policy.parameters():
+            torch.distributed.broadcast(p.data, 0)
     state = initial_state(policy, config)
     for name in {"optimizer", "scheduler", "reference"} & saved.keys():
-        getattr(state, name).load_state_dict(saved[name])
+        getattr(state, name).load_state_dict(saved.pop(name))           # else it stays in memory
     state.step = saved.get("step", 0)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     stopped = follow(steps, policy, tokenizer, state, config, saved, folder, argv)
     if rank == 0:
-        plot_curve(saved["lines"], os.path.join(folder, "curve.png"), teacher)
+        plot_curve(saved["lines"], os.path.join(folder, "curve.png"), saved["teacher"])
         print(f"metrics.jsonl, curve.png and checkpoint are in {folder}")
     if tiny and not stopped:
         print("after GRPO:")
         after = held_out_accuracy(policy, tokenizer, held_out)
         print(f"held-out accuracy: {saved['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+    if world > 1:
+        torch.distributed.destroy_process_group()
     return 128 + stopped if stopped else 0
 
 
