@@ -1227,9 +1227,6 @@ def noted_signals():
 
 def run(options, config, argv):
     """The job of a command line, from what the user gave to the last line of output; the exit code."""
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     tiny, cuda, (rank, world) = options.model == "tiny", torch.cuda.is_available(), rank_and_world()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
     if cuda:
@@ -1319,6 +1316,9 @@ def follow(steps, policy, tokenizer, state, config, saved, folder, argv):
 
 
 def main(argv=None):
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     argv = sys.argv[1:] if argv is None else argv
     try:
         return run(*parse_options(argv), argv)
