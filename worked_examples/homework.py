@@ -15,7 +15,11 @@ HEADING = """\
 # equations do, so begin at the top. To grade this file as my_grpo.py, beside grpo.py and test_grpo.py, up to the first
 # mistake, which is shown with equation, input and what was expected:
 #     GRPO_MODULE=my_grpo.py python -m pytest -q -x --tb=short test_grpo.py
-# A test of one function alone: add -k group_stats. Tests of what is not in this file (§9 on) are skipped.
+# One function alone: -k group_stats. One lecture alone, §1-§2, §3-§5 or §6-§8:
+#     -k "accuracy or think or overlong or combine or group or advantages or leave_one or gae or broadcast"
+#     -k "completion_mask or softmax or per_token or ratio or surrogate or cispo or sapo or kl"
+#     -k "entropy_mask or aggregate or split or grpo_loss or on_policy"
+# Tests of what is not in this file (§9 on) are skipped.
 """
 
 
