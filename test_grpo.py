@@ -835,7 +835,7 @@ def test_a_textbook_file_has_no_failure(tmp_path):
     environment = os.environ | dict(GRPO_MODULE=str(tmp_path / "my_grpo.py"), GRPO_EXAMPLES="5")
     run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 37
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 27
     assert "my_grpo has no sapo_loss" in run.stdout and "group_advantages has no argument scale_rewards" in run.stdout
 
 
