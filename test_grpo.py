@@ -1222,9 +1222,10 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
                max_completion_length=512, temperature=1.0, mask_truncated_completions=False, top_entropy_quantile=1.0,
                sync_ref_model=False, ref_model_sync_steps=512, use_bias_correction_kl=True, max_grad_norm=1.0,
                lr_scheduler_type="linear", weight_decay=0.0, warmup_steps=0)
-    default, of_loss = grpo.GRPOConfig(), inspect.signature(grpo.grpo_loss).parameters
+    default = grpo.GRPOConfig()
     assert {name: getattr(default, name) for name in trl} == trl
-    assert {name: of_loss[name].default for name in DEFAULTS} == DEFAULTS
+    assert {name: grpo.grpo_loss.__kwdefaults__[name] for name in DEFAULTS} == DEFAULTS
+    assert grpo.cispo_loss.__kwdefaults__ == {"epsilon_high": 5.0}
     with pytest.raises(AttributeError):
         default.beta = 1.0
     tested_elsewhere = set("bf16 seed per_device_train_batch_size output_dir save_steps".split())
@@ -1381,7 +1382,6 @@ def python(*arguments, **environment):
 
 
 def lines_of(folder):
-    """metrics.jsonl, without the times."""
     return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
