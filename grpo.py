@@ -551,7 +551,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     for name, x in metrics.items():
         by_row = importance_sampling_level == "sequence" and name.startswith("clip_ratio")
         counted = torch.ones_like(x) if by_row else mask
-        metrics[name] = aggregate(x.detach() * 1.0, counted, loss_type="bnpo").item()
+        metrics[name] = aggregate(x.detach() * 1.0, counted, loss_type="bnpo").item()   # bnpo: the plain mean
     return loss, metrics
 
 
@@ -561,7 +561,7 @@ def _check(arguments, patterns):
     In "logps: B T, advantages: B | B T, old_logps: B T | None" a letter is one size throughout the call, and
     "..." one whole shape.
     """
-    sizes = {"1": 1}
+    sizes = {"1": 1}                                                    # of each letter, as found so far
     for name, allowed in (pattern.split(": ") for pattern in patterns.split(", ")):
         x = arguments[name]
         shape = tuple(getattr(x, "shape", ()))
