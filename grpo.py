@@ -57,6 +57,7 @@ from typing import Literal, get_args, get_origin
 import numpy
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
 # §1 Rewards -----------------------------------------------------------------------------------------------
 # A reward function is f(prompts=, completions=, completion_ids=, **columns) -> for each completion a number,
@@ -824,18 +825,18 @@ def compute_rewards(reward_funcs, rollout):
     lengths = rollout.completion_mask.sum(1).tolist()
     ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
     inputs |= {"prompts": inputs.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
-    # (b, F); inf stays where what a function gave is no list, of another length, or not one of numbers.
-    rewards = torch.full((len(ids), len(reward_funcs)), math.inf)
-    for f, column in zip(reward_funcs, rewards.T):
-        values = f(**inputs)
+    columns = []
+    for f in reward_funcs:
+        values, column = f(**inputs), None
         with contextlib.suppress(TypeError, ValueError, RuntimeError, LookupError, OverflowError):
-            given = zip(ids, values[:], strict=True)
-            column[:] = torch.tensor([math.nan if value is None else value for _, value in given])
-        if column.isinf().any():
+            column = torch.tensor([math.nan if x is None else x for x in values[:]], dtype=torch.float32)
+        if column is None or column.shape != (len(ids),) or column.isinf().any():
             raise InputError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a finite number "
                              f"or None for each of {len(ids)} completions")
         if column.isnan().all():
             warnings.warn(f"reward function {f.__name__} gave None for every completion of a step")
+        columns.append(column)
+    rewards = torch.stack(columns, 1)                                                     # (b, F)
     if rewards.isnan().all(1).any():
         warnings.warn("no reward function scored some completions; they teach nothing")
     return rewards.to(rollout.logps.device)
@@ -948,7 +949,6 @@ def all_reduce(x):
 
 TINY = dict(learning_rate=3e-4, warmup_steps=10, max_steps=120, num_generations=8, generation_batch_size=128,
             per_device_train_batch_size=128, max_completion_length=28)
-FORGETS = 0.9  # the share of its traces in which the teacher forgets the carry
 
 
 def tiny_tokenizer():
@@ -972,9 +972,8 @@ def tiny_model(tokenizer, seed):
 def tiny_problems(seed, held_out=500):
     """The 6,561 sums of 11 ... 99 without round numbers, in random order: to train on, and held out."""
     numbers = [n for n in range(11, 100) if n % 10 > 0]
-    pairs = [(a, b) for a in numbers for b in numbers]
-    numpy.random.default_rng([seed, 1]).shuffle(pairs)
-    problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs]
+    problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in numbers for b in numbers]
+    numpy.random.default_rng([seed, 1]).shuffle(problems)
     return problems[held_out:], problems[:held_out]
 
 
@@ -988,15 +987,10 @@ def teacher_trace(prompt, forgets_carry):
     return f"<think>{thought}</think>{10 * tens + units % 10}<eos>"
 
 
-def needs_carry(prompt):
-    return teacher_trace(prompt, False) != teacher_trace(prompt, True)
-
-
 def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=64, learning_rate=4e-3):
     """Supervised learning from the teacher: minimise the mean of -log π over the tokens of its traces."""
-    from tqdm import tqdm
     rng, prompts = numpy.random.default_rng([seed, 2]), [problem["prompt"] for problem in problems]
-    traces = [teacher_trace(prompt, rng.random() < FORGETS) for prompt in prompts]
+    traces = [teacher_trace(prompt, rng.random() < 0.9) for prompt in prompts]
     traces = tokenizer(traces, padding=True, return_tensors="pt").to(model.device)
     inputs = (*encode_prompts(tokenizer, prompts, model.device), *traces.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
@@ -1010,7 +1004,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=64, learning
 
 
 def held_out_accuracy(policy, tokenizer, problems):
-    """The share of right greedy answers; three that need the carry are shown, with their probability."""
+    """The share of right greedy answers; the first four are shown."""
     prompts = [problem["prompt"] for problem in problems]
     solutions = [problem["solution"] for problem in problems]
     ids, _, logps, _ = generate(
@@ -1018,7 +1012,7 @@ def held_out_accuracy(policy, tokenizer, problems):
         eos_token_ids=tokenizer.eos_token_id, max_completion_length=TINY["max_completion_length"])
     answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
     right = accuracy_reward(answers, solutions)
-    for i in [i for i, prompt in enumerate(prompts) if needs_carry(prompt)][:3]:
+    for i in range(4):
         verdict = "right" if right[i] else f"wrong, it is {solutions[i]}"
         print(f"  {prompts[i]}{answers[i]}   {verdict} (p = {logps[i].sum().exp():.2f})")
     return sum(right) / len(right)
@@ -1028,24 +1022,24 @@ def held_out_accuracy(policy, tokenizer, problems):
 
 def load_dataset(path):
     """JSON Lines: each line an object with "prompt" (a string, or messages) and the same further columns."""
-    rows = []
+    rows, taken = [], {"prompts", "completions", "completion_ids"}      # reward functions get them besides
     with open(path, encoding="utf-8-sig") as file:                      # a byte order mark is no data
-        lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
     for number, line in lines:
         try:
             rows.append(json.loads(line))
             prompt = rows[-1]["prompt"]
             chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
-            fits = (prompt and (chat or isinstance(prompt, str)) and rows[-1].keys() == rows[0].keys()
-                    and type(prompt) is type(rows[0]["prompt"]))
+            fits = (prompt and (chat or isinstance(prompt, str)) and type(prompt) is type(rows[0]["prompt"])
+                    and rows[-1].keys() == rows[0].keys() - taken)
         except (ValueError, TypeError, LookupError):                    # no JSON, no object, no messages
             fits = False
         if not fits:
             raise ValueError(f"dataset: {path}, line {number}: got {line:.80}; allowed is an object with a "
-                             "prompt (text, or messages with role and content), columns as in the first")
-    if not rows or rows[0].keys() & {"prompts", "completions", "completion_ids"}:
-        raise ValueError(f"dataset: {path}: allowed is one line or more, and no column named prompts, "
-                         "completions or completion_ids")
+                             "prompt (text, or messages with role and content) and the columns of the first, "
+                             "none named prompts, completions or completion_ids")
+    if not rows:
+        raise ValueError(f"dataset: got {path}, which is empty; allowed is a file of one line or more")
     return rows
 
 
@@ -1055,10 +1049,9 @@ def load_model(name, auto_class, device, **options):
     options |= dict(trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model, info = getattr(transformers, auto_class).from_pretrained(name, **options)
-    kind = str(model.config.architectures)
+    kind, known = str(model.config.architectures), model.get_input_embeddings().num_embeddings
     if info["missing_keys"] or "Classification" in kind and auto_class == "AutoModelForCausalLM":
         raise ValueError(f"{name}: got {kind}; allowed is a model trained as {auto_class}")
-    known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
         raise ValueError(f"{name}: got a tokenizer of {len(tokenizer)} words; allowed is the model's {known}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1069,18 +1062,16 @@ def load_reward_func(name, device):
     """A reward function: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
     built_in = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
-    folder, file = os.path.split(os.path.abspath(path))
     if name in built_in:
         return built_in[name]
     if path.endswith(".py") and os.path.isfile(path):
+        folder, file = os.path.split(os.path.abspath(path))
         sys.path.insert(0, folder)                                      # it may import its neighbours
         try:
             module = importlib.import_module(file.removesuffix(".py"))
         except Exception:
             sys.excepthook(*sys.exc_info())                             # where in the user's file it happened
             raise
-        if getattr(module, "__file__", None) != os.path.join(folder, file):
-            raise ValueError(f"reward_funcs: got {path}; allowed is a name that is not taken by {module}")
         if callable(getattr(module, function, None)):
             return getattr(module, function)
     if path or "/" not in name and not os.path.isdir(name):
@@ -1133,8 +1124,7 @@ def load_state(folder, job):
     if os.path.isdir(folder + ".old") and not os.path.isdir(folder):    # a kill came between two renames
         folder += ".old"
     saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
-    began = saved["job"]
-    changed = [f"{name} = {job[name]} (was {began[name]})" for name in job if job[name] != began[name]]
+    changed = [f"{name} = {job[name]} (was {was})" for name, was in saved["job"].items() if job[name] != was]
     if changed:
         raise ValueError(f"resume_from_checkpoint: got {', '.join(changed)}; allowed to change is "
                          f"{', '.join(FREE_ON_RESUME)}")
@@ -1152,7 +1142,7 @@ def make_output_dir(folder, checkpoint):
     return folder
 
 
-def plot_curve(lines, path, teacher):
+def plot_curve(lines, path):
     """Draw over the steps: right answers (or the reward), entropy, groups that teach nothing."""
     from matplotlib.figure import Figure
     accuracy = "rewards/accuracy_reward/mean" if "rewards/accuracy_reward/mean" in lines[0] else "reward"
@@ -1160,9 +1150,6 @@ def plot_curve(lines, path, teacher):
     for axes, name in zip(figure.subplots(1, 3), (accuracy, "entropy", "frac_reward_zero_std")):
         axes.plot([line["step"] for line in lines], [line[name] for line in lines])
         axes.set(title=name, xlabel="step")
-    if teacher:
-        figure.axes[0].axhline(teacher, linestyle="--", color="grey")
-        figure.axes[0].text(lines[-1]["step"], teacher, "the teacher", ha="right", va="bottom")
     figure.savefig(path + ".new", dpi=100, format="png")
     os.replace(path + ".new", path)
 
@@ -1199,26 +1186,27 @@ def noted_signals():
     noted, before = [], {}
 
     def note(number, frame):
-        if noted:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         noted.append(number)
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)                       # which ends the process
         os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once\n")
+
+    def hold():
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def release():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
 
     def restore():
         for number, handler in before.items():
             signal.signal(number, handler)
-
-    def mask(how):
-        return lambda: signal.pthread_sigmask(how, before.keys())
+        release()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:              # as nohup has it
             before[number] = signal.signal(number, note)
     # What a reward function forks must end by these signals, also by one that comes while it is forked.
-    block, unblock = mask(signal.SIG_BLOCK), mask(signal.SIG_UNBLOCK)
-    os.register_at_fork(after_in_child=restore)
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
     try:
         yield noted
     finally:
@@ -1239,7 +1227,7 @@ def run(options, config, argv):
         sys.stdout = open(os.devnull, "w")                              # one process speaks
     job = {name: value for name, value in asdict(config).items() if name not in FREE_ON_RESUME}
     job |= {"model": options.model, "dataset": options.dataset, "reward_funcs": options.reward_funcs}
-    checkpoint, saved = options.resume_from_checkpoint, {"job": job, "lines": [], "teacher": None}
+    checkpoint, saved = options.resume_from_checkpoint, {"job": job, "lines": []}
     try:
         dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(options.dataset), [])
         if "accuracy" in options.reward_funcs and "solution" not in dataset[0]:
@@ -1261,8 +1249,7 @@ def run(options, config, argv):
         raise InputError(error) from error
     if tiny and not checkpoint:
         cold_start(policy, tokenizer, dataset, config.seed)
-        saved["teacher"] = 1 - FORGETS * sum(needs_carry(row["prompt"]) for row in held_out) / len(held_out)
-        print(f"before GRPO (the teacher is right in {saved['teacher']:.2f} of its traces):")
+        print("before GRPO:")
         saved["before"] = held_out_accuracy(policy, tokenizer, held_out)
     if world > 1:
         for p in policy.parameters():
@@ -1274,7 +1261,7 @@ def run(options, config, argv):
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     stopped = follow(steps, policy, tokenizer, state, config, saved, folder, argv)
     if rank == 0:
-        plot_curve(saved["lines"], os.path.join(folder, "curve.png"), saved["teacher"])
+        plot_curve(saved["lines"], os.path.join(folder, "curve.png"))
         print(f"metrics.jsonl, curve.png and checkpoint are in {folder}")
     if tiny and not stopped:
         print("after GRPO:")
@@ -1287,7 +1274,6 @@ def run(options, config, argv):
 
 def follow(steps, policy, tokenizer, state, config, saved, folder, argv):
     """Show, log and save the steps of train to the end, or until a signal, which is returned."""
-    from tqdm import tqdm
     last, path = state.step, os.path.join(folder, "metrics.jsonl") if folder else os.devnull
     bar = tqdm(steps, "GRPO", initial=last, total=config.max_steps, disable=not folder)
     with noted_signals() as noted, open(path, "w") as file:
