@@ -68,41 +68,54 @@ def text_of(completion):
 
 
 def plain_number(text):
-    """Read "1,000", "-7", ".5" or "1/2" as an exact fraction; None where the text is anything else."""
+    """Read "1,000", "-7", ".5", "1e-05" or "1/2" as an exact fraction; None where the text is no number."""
     digits = r"(\d+|\d{1,3}(,\d{3})+)"
-    if len(text) <= 1000 and re.fullmatch(rf"[+-]?({digits}(\.\d*|/(?![0,]*$){digits})?|\.\d+)", text):
+    decimal, ratio = rf"({digits}(\.\d*)?|\.\d+)(e[+-]?\d{{1,3}})?", rf"{digits}/(?![0,]*$){digits}"
+    if len(text) <= 1000 and re.fullmatch(rf"[+-]?({decimal}|{ratio})", text):
         return Fraction(text.replace(",", ""))
+
+
+def unboxed(text):
+    r"""Take what stands in the last \boxed{} of a text, else the whole text."""
+    boxed = re.findall(r"\\boxed\{(?:\\text\{)?((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return boxed[-1] if boxed else text
+
+
+def formula(text):
+    """Put a bare formula between dollars, or math-verify reads "2x+3" as 2; a text with words stays."""
+    return text if re.search(r"\$|\\\[|\\\(|\\boxed|(?<![\\A-Za-z])[^\W\d_]{2}", text) else f"${text}$"
 
 
 def same_answer(answer, solution):
     """Compare two texts as they stand, then as plain numbers, then by math-verify."""
+    answer, solution = unboxed(answer), unboxed(solution)
     if answer == solution:
         return True
     number = plain_number(solution)
     if number is not None and (plain_number(answer) is not None or not re.search(r"\d", answer)):
         return plain_number(answer) == number
+    if formula(solution) == solution and not re.search(r"[\\$]", solution):             # no mathematics
+        return False
     import math_verify
     seconds = 3 if threading.current_thread() is threading.main_thread() else None  # its clock needs it
-    is_latex = "\\" in solution and "\\[" not in solution
-    gold = math_verify.parse(f"${solution}$" if is_latex else solution, parsing_timeout=seconds)
-    found = math_verify.parse(answer[-1000:], parsing_timeout=seconds)  # the answer comes last
-    if not gold:                                                        # the solution is no mathematics
-        return solution in found                                        # "Paris" in \boxed{Paris}
+    gold = math_verify.parse(formula(solution), parsing_timeout=seconds)
+    found = math_verify.parse(formula(answer[-1000:]), parsing_timeout=seconds)     # the answer comes last
     return math_verify.verify(gold, found, timeout_seconds=seconds)
 
 
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer that is the same as its solution, 0 to any other.
 
-    The answer is the text after the last </think>, else the whole text. Equal texts are the same, plain
-    numbers are compared exactly (1,000 = 1000.0, 1/2 = 0.5), all else by math-verify, \boxed{} included.
+    The answer is the text after the last </think>, else the whole text; of it, what the last \boxed{} holds.
+    Equal texts are the same, plain numbers are compared exactly (1,000 = 1000.0, 1/2 = 0.5), formulas by
+    math-verify (in the last 1,000 characters); a solution of words has to be met as it stands.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2; TRL's accuracy_reward finds only LaTeX in an answer.
-    Returns: a reward for each completion, None where its solution (a string or a number) is empty.
+    Returns: a reward for each completion, None where its solution (a string or a number) is empty or None.
     """
     if len(solution) != len(completions):
         raise ValueError(f"solution: got {len(solution)}; allowed is one for each of {len(completions)}")
-    answers = [text_of(c).rpartition("</think>")[2].strip() for c in completions]
-    solutions = [str(s).strip() for s in solution]
+    answers = [text_of(c).rpartition("</think>")[2].strip(" \n*") for c in completions]    # **bold** as well
+    solutions = ["" if s is None else str(s).strip() for s in solution]
     return [float(same_answer(a, s)) if s else None for a, s in zip(answers, solutions)]
 
 
@@ -143,8 +156,8 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     Returns: (B,), NaN where every function abstained.
     """
     r = rewards_per_func
-    reward_weights = [1.0] * r.size(-1) if reward_weights is None else reward_weights
-    reward_weights = torch.as_tensor(reward_weights, dtype=r.dtype, device=r.device)      # (F,)
+    reward_weights = r.new_ones(r.shape[-1:]) if reward_weights is None else reward_weights
+    reward_weights = torch.as_tensor(reward_weights, dtype=torch.result_type(r, 1.0), device=r.device)  # (F,)
     _check(locals(), "rewards_per_func: B F, reward_weights: F")
     return torch.where(r.isnan().all(1), torch.nan, (r * reward_weights).nansum(1))       # (B,)
 
@@ -496,9 +509,9 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
               num_items_in_batch=None, num_rows_in_batch=None):
     """Put the functions above together to the GRPO loss; add nothing of its own.
 
-    L = aggregate( l(ρ, A)·top_entropy_mask·w + β·KL ),  l the policy_loss, w the truncated_importance_ratio.
+    loss = aggregate( l(ρ, A)·top_entropy_mask·w + β·KL ),  l: policy_loss,  w: truncated_importance_ratio.
     Source: DeepSeekMath eq. 3; the order of the terms and the metric names are TRL's (_compute_loss).
-    Args: advantages (B,) or (B, T), the other tensors (B, T); only logps gets a gradient.
+    Args: advantages (B,) or (B, T), the other tensors (B, T); all log-probs but logps are constants.
         old_logps: None while on-policy. ref_logps: needed where beta > 0. sampling_logps: the sampler's own,
         None: w = 1. entropies: needed where top_entropy_quantile < 1. use_bias_correction_kl: multiply the KL
         by ρ, so that the mean gradient of k3 is ∇KL(π_θ‖π_ref). policy_loss: "clip", "sapo", or "cispo", for
@@ -599,6 +612,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     Returns:
         completion_ids, completion_mask, logps, entropies: each (P·G, T'), T' <= T; the last two in nats.
     """
+    _check(locals(), "prompt_ids: P L, prompt_mask: P L")
     T, eos = max_completion_length, torch.as_tensor(eos_token_ids, device=prompt_ids.device)
     mask = (prompt_mask != 0).long()                                                      # (P, L)
     step = dict(keep=1, temperature=temperature, use_cache=True)
@@ -630,7 +644,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     if not logps.isfinite().all():
         raise FloatingPointError(f"the weights or logits of this {type(model).__name__} are not finite")
     real = completion_mask(completion_ids, eos)
-    return tuple(x[:, : t + 1] for x in (completion_ids, real, logps, entropies))
+    return tuple(x[:, : real.sum(1).max()] for x in (completion_ids, real, logps, entropies))
 
 
 def encode_prompts(tokenizer, prompts, device):
