@@ -68,10 +68,10 @@ def text_of(completion):
 
 
 def plain_number(text):
-    """Read "1,000", "-7", ".5", "1e-05" or "1/2" as an exact fraction; None where the text is no number."""
+    """Read "1,000", "-7.0", "1e-05" or "1/2" as an exact fraction; None where the text is anything else."""
     digits = r"(\d+|\d{1,3}(,\d{3})+)"
-    decimal, ratio = rf"({digits}(\.\d*)?|\.\d+)(e[+-]?\d{{1,3}})?", rf"{digits}/(?![0,]*$){digits}"
-    if len(text) <= 1000 and re.fullmatch(rf"[+-]?({decimal}|{ratio})", text):
+    number = rf"[+-]?{digits}((\.\d*)?(e[+-]?\d{{1,3}})?|/(?![0,]*$){digits})"
+    if len(text) <= 1000 and re.fullmatch(number, text):
         return Fraction(text.replace(",", ""))
 
 
@@ -83,7 +83,7 @@ def unboxed(text):
 
 def formula(text):
     """Put a bare formula between dollars, or math-verify reads "2x+3" as 2; a text with words stays."""
-    return text if re.search(r"\$|\\\[|\\\(|\\boxed|(?<![\\A-Za-z])[^\W\d_]{2}", text) else f"${text}$"
+    return text if re.search(r"\$|\\\[|\\\(|(?<![\\A-Za-z])[^\W\d_]{2}", text) else f"${text}$"
 
 
 def same_answer(answer, solution):

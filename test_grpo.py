@@ -213,17 +213,17 @@ def by_rows(name, inputs, twin, equation, *choices, constants=""):
 @pytest.mark.parametrize("reward, pairs", [
     (1.0, [("42", "42"), ("<think>41</think>42", "42")]), (0.0, [("43", "42"), ("<think>42</think>41", "42")]),
     more(1.0, [("1,000", "1000"), ("1000.0", "1,000"), ("-7", "-7"), ("1/2", "0.5"), ("+3", "3"), ("1,000/2", "500"),
-               (" 42\n", "42"), ("42", " 42\n"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
-               ("The answer is 42.", "42"), (r"\boxed{1,000}", "1000"), (r"$\frac12$", "0.5"), ("$x+1$", "$1+x$"),
+               (" B 1\n", "B 1"), ("42", " 42\n"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
+               ("It is 42.", "42"), (r"\boxed{1,000}", "1000"), (r"= $\frac12$", "0.5"), ("$x+1$", "$1+x$"),
                (r"\boxed{\frac{2}{4}}", r"\frac12"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), (r"$\frac12$", r"\[\frac12\]"),
-               (r"$\frac12$", r"\(\frac12\)"), ("a</think>1</think>2", "2"), ("B", "B"), (r"\boxed{Paris}", "Paris"),
-               (r"\boxed{2x+3}", "3+2x"), ("x^2-1", "$(x-1)(x+1)$"), (r"1. \boxed{\text{Rome 7}}", r"\boxed{Rome 7}"),
-               (r"\boxed{1,000}" + " or 7" * 999, "1000"), (r"\boxed{\frac{\sqrt9}{4}}", "0.75"), ("(1, 2)", "(1,2)"),
-               ("**7**", "7"), ("0.00001", 1e-5), ("6.02e23", "6.02e+23"), ("- 7", "-7"), (r"\dfrac34", "0.75")]),
+               (r"= \(\frac12\)", r"\(\frac12\)"), ("a</think>1</think>2", "2"), ("B", "B"), (r"\boxed{Oslo}", "Oslo"),
+               (r"\boxed{2x+3}", "3+2x"), ("x^2-1", "$(x-1)(x+1)$"), (r"\boxed{1}\boxed{\text{on}}", r"\boxed{on}"),
+               (r"\boxed{\frac{2}{4}}" + " 1" * 999, "0.5"), (r"\boxed{\frac{\sqrt9}{4}}", "3/4"), ("(1,2)", "(1, 2)"),
+               ("**7**", "7"), ("0.00001", 1e-5), ("6.02e100", "6.02e+100"), ("- 7", "-7"), (r"\dfrac34", "0.75")]),
     more(0.0, [("-7", "7"), ("0.3333", "1/3"), ("0.1", "0.10000000000000000001"), ("", "42"), ("1/0", "1"), (".", "0"),
                ("12,34", "1234"), ("1234,567", "1234567"), (r"$\sqrt{3}$", r"2\sqrt{3}"), ("9" * 5000, "42"),
-               ("C", "B"), ("forty-two", "42"), (r"\boxed{Lyon}", "Paris"), ("42", "no number"), ("2", "2x+3"),
-               ("5x", "5"), (r"3\pi", "3"), ("Rome 7", "Paris 7"), ("1", 1e-5), ("- 7", "7"), (r"\boxed{1} 2", "2")]),
+               ("on", "no"), ("forty-two", "42"), (r"\boxed{Lyon}", "Paris"), ("42", "no number"), ("2", "2x+3"),
+               ("5x", "5"), (r"3\pi", "3"), ("Рим 7", "Киев 7"), ("1", 1e-5), ("- 7", "7"), (r"\boxed{1} 2", "2")]),
     more(None, [("42", ""), ("42", " "), ("", ""), ("None", None)])])
 def test_accuracy(reward, pairs):
     answers, solutions = zip(*pairs)
@@ -1675,7 +1675,7 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
 
 # The file itself, README and worked examples -------------------------------------------------------------------------
 
-LINES, CODE_LINES, TOKENS, COLUMNS = 1331, 848, 10154, 110          # at most; and of the longest function:
+LINES, CODE_LINES, TOKENS, COLUMNS = 1331, 848, 10150, 110          # at most; and of the longest function:
 FUNCTION_LINES = collections.defaultdict(lambda: 60, grpo_loss=75, train=40)
 TEST_LINES, TEST_COLUMNS = 1800, 120
 
