@@ -833,6 +833,10 @@ def sample_batch(dataset, config, step):
     return own_share([dataset[i] for i in chosen])
 
 
+def name_of(f):
+    return getattr(f, "__name__", type(f).__name__)                     # functools.partial has none
+
+
 def compute_rewards(reward_funcs, rollout):
     """Line 8: what each reward function says of this process's completions, (b, F), None as NaN."""
     inputs = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
@@ -845,10 +849,10 @@ def compute_rewards(reward_funcs, rollout):
         with contextlib.suppress(TypeError, ValueError, RuntimeError, LookupError, OverflowError):
             column = torch.tensor([math.nan if x is None else x for x in values[:]], dtype=torch.float32)
         if column is None or column.shape != (len(ids),) or column.isinf().any():
-            raise InputError(f"reward function {f.__name__}: got {values!r:.100}; allowed is a finite number "
+            raise InputError(f"reward function {name_of(f)}: got {values!r:.100}; allowed is a finite number "
                              f"or None for each of {len(ids)} completions")
         if column.isnan().all():
-            warnings.warn(f"reward function {f.__name__} gave None for every completion of a step")
+            warnings.warn(f"reward function {name_of(f)} gave None for every completion of a step")
         columns.append(column)
     rewards = torch.stack(columns, 1)                                                     # (b, F)
     if rewards.isnan().all(1).any():
@@ -866,6 +870,7 @@ def keep_top_entropy(advantages, rollout, config):
 
 def microbatches(advantages, rollout, config):
     """Indices of the rows that learn, in parts that pass the model one by one; the others' gradient is 0."""
+    _check({"mask": rollout.loss_mask, "advantages": advantages}, "mask: B T, advantages: B T")
     every_row = config.beta > 0 or config.loss_type == "bnpo"           # bnpo divides by all rows' tokens
     learns = rollout.loss_mask if every_row else rollout.loss_mask * advantages
     rows = learns.any(1).nonzero()[:, 0]
@@ -926,7 +931,7 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, config):
         "frac_reward_zero_std": silent.float().mean(), "completions/mean_length": lengths.mean(),
         "completions/clipped_ratio": 1 - gather(rollout.terminated.float()).mean(),
         "entropy": all_reduce((rollout.entropies * rollout.completion_mask).sum()) / lengths.sum()}
-    metrics |= {f"rewards/{f.__name__}/mean": x.nanmean() for f, x in zip(reward_funcs, rewards_per_func.T)}
+    metrics |= {f"rewards/{name_of(f)}/mean": x.nanmean() for f, x in zip(reward_funcs, rewards_per_func.T)}
     return {name: value.item() for name, value in metrics.items()}
 
 
@@ -1066,10 +1071,16 @@ def load_model(name, auto_class, device, **options):
     kind, known = str(model.config.architectures), model.get_input_embeddings().num_embeddings
     if info["missing_keys"] or "Classification" in kind and auto_class == "AutoModelForCausalLM":
         raise ValueError(f"{name}: got {kind}; allowed is a model trained as {auto_class}")
+    if not is_finite(model):
+        raise ValueError(f"{name}: got weights that are NaN or infinite; allowed is finite numbers")
     if len(tokenizer) > known:
         raise ValueError(f"{name}: got a tokenizer of {len(tokenizer)} words; allowed is the model's {known}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model.to(device), tokenizer
+
+
+def is_finite(model):
+    return all(p.isfinite().all() for p in model.parameters())
 
 
 def load_reward_func(name, device):
@@ -1086,6 +1097,8 @@ def load_reward_func(name, device):
         except Exception:
             sys.excepthook(*sys.exc_info())                             # where in the user's file it happened
             raise
+        if getattr(module, "__file__", None) != os.path.join(folder, file):
+            raise ValueError(f"reward_funcs: got {path}; allowed is a name that is not taken by {module}")
         if callable(getattr(module, function, None)):
             return getattr(module, function)
     if path or "/" not in name and not os.path.isdir(name):
@@ -1114,6 +1127,8 @@ FREE_ON_RESUME = ("output_dir", "save_steps", "per_device_train_batch_size")
 
 def save_checkpoint(policy, tokenizer, state, saved, folder):
     """Write folder/checkpoint, in Hugging Face format; the old one goes when the new one is whole."""
+    if not is_finite(policy):
+        raise FloatingPointError(f"the weights after step {state.step} are not finite; they are not saved")
     target = os.path.realpath(os.path.join(folder, "checkpoint"))       # it may be a symbolic link
     new, old = target + ".new", target + ".old"
     parts = {name: part.state_dict() for name, part in vars(state).items() if hasattr(part, "state_dict")}
@@ -1203,7 +1218,8 @@ def noted_signals():
         noted.append(number)
         for number in before:
             signal.signal(number, signal.SIG_DFL)                       # which ends the process
-        os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once\n")
+        with contextlib.suppress(OSError):                              # the terminal may be gone
+            os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once\n")
 
     def hold():
         signal.pthread_sigmask(signal.SIG_BLOCK, before)
