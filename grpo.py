@@ -76,14 +76,15 @@ def plain_number(text):
 
 
 def unboxed(text):
-    r"""Take what stands in the last \boxed{} of a text, else the whole text."""
+    r"""Take what stands in the last \boxed{}, or \boxed{\text{}}, of a text, else the whole text."""
     boxed = re.findall(r"\\boxed\{(?:\\text\{)?((?:[^{}]|\{[^{}]*\})*)\}", text)
     return boxed[-1] if boxed else text
 
 
 def formula(text):
     """Put a bare formula between dollars, or math-verify reads "2x+3" as 2; a text with words stays."""
-    return text if re.search(r"\$|\\\[|\\\(|(?<![\\A-Za-z])[^\W\d_]{2}", text) else f"${text}$"
+    word = r"(?<![\\A-Za-z])[^\W\d_]{2}"                               # two letters, in no LaTeX command
+    return text if re.search(rf"\$|\\\[|\\\(|{word}", text) else f"${text}$"
 
 
 def same_answer(answer, solution):
@@ -114,7 +115,7 @@ def accuracy_reward(completions, solution, **kwargs):
     """
     if len(solution) != len(completions):
         raise ValueError(f"solution: got {len(solution)}; allowed is one for each of {len(completions)}")
-    answers = [text_of(c).rpartition("</think>")[2].strip(" \n*") for c in completions]    # **bold** as well
+    answers = [text_of(c).rpartition("</think>")[2].strip("* \t\r\n") for c in completions]    # **bold**
     solutions = ["" if s is None else str(s).strip() for s in solution]
     return [float(same_answer(a, s)) if s else None for a, s in zip(answers, solutions)]
 

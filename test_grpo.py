@@ -213,7 +213,7 @@ def by_rows(name, inputs, twin, equation, *choices, constants=""):
 @pytest.mark.parametrize("reward, pairs", [
     (1.0, [("42", "42"), ("<think>41</think>42", "42")]), (0.0, [("43", "42"), ("<think>42</think>41", "42")]),
     more(1.0, [("1,000", "1000"), ("1000.0", "1,000"), ("-7", "-7"), ("1/2", "0.5"), ("+3", "3"), ("1,000/2", "500"),
-               (" B 1\n", "B 1"), ("42", " 42\n"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
+               ("B 1\t\r\n", "B 1"), ("B", " B"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
                ("It is 42.", "42"), (r"\boxed{1,000}", "1000"), (r"= $\frac12$", "0.5"), ("$x+1$", "$1+x$"),
                (r"\boxed{\frac{2}{4}}", r"\frac12"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), (r"$\frac12$", r"\[\frac12\]"),
                (r"= \(\frac12\)", r"\(\frac12\)"), ("a</think>1</think>2", "2"), ("B", "B"), (r"\boxed{Oslo}", "Oslo"),
@@ -1674,7 +1674,7 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
 
 # The file itself, README and worked examples -------------------------------------------------------------------------
 
-LINES, CODE_LINES, TOKENS, COLUMNS = 1347, 860, 10271, 110          # at most; and of the longest function:
+LINES, CODE_LINES, TOKENS, COLUMNS = 1348, 861, 10274, 110          # at most; and of the longest function:
 FUNCTION_LINES = collections.defaultdict(lambda: 60, grpo_loss=75, train=40)
 TEST_LINES, TEST_COLUMNS = 1800, 120
 
