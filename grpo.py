@@ -26,37 +26,32 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
 
 The functions of §1-§8 keep dtype and device. A mask may be bool, integer or float. Padding may hold anything,
-NaN and ±inf included: it reaches no value and no gradient of a function that takes the mask. A wrong shape
-(_check, at the end of §8) or an unknown option is a ValueError that names the argument. "Args" leaves out
-what this table tells.
+NaN and ±inf included: it reaches no value and no gradient of a function that takes the mask. "Args" leaves
+out what this table tells. Most functions begin with _check, which compares the shapes of arguments with those
+named there ("rewards: B" has one axis) and raises a ValueError that names the argument; so does an unknown
+word. A star after the first sentence: not called in training, but by papers beside this one.
 
-Left out on purpose: inference servers, LoRA, images, tools, value networks, models beyond one GPU, and top-k
-or top-p sampling, whose log-probs would not be the scorer's.
+Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU, and top-k or
+top-p sampling, whose log-probs would not be the scorer's.
 """
 
-import contextlib
 import copy
+import decimal
 import importlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
-import warnings
-from collections import namedtuple
-from dataclasses import asdict, dataclass, field, fields
-from fractions import Fraction
+from collections import Counter, namedtuple
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import numpy
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 # §1 Rewards -----------------------------------------------------------------------------------------------
@@ -67,81 +62,55 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def plain_number(text):
-    """Read "1,000", "-7.0", "1e-05" or "1/2" as an exact fraction; None where the text is anything else."""
-    digits = r"(\d+|\d{1,3}(,\d{3})+)"
-    number = rf"[+-]?{digits}((\.\d*)?(e[+-]?\d{{1,3}})?|/(?![0,]*$){digits})"
-    if len(text) <= 1000 and re.fullmatch(number, text):
-        return Fraction(text.replace(",", ""))
-
-
-def unboxed(text):
-    r"""Take what stands in the last \boxed{}, or \boxed{\text{}}, of a text, else the whole text."""
-    boxed = re.findall(r"\\boxed\{(?:\\text\{)?((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return boxed[-1] if boxed else text
-
-
-def formula(text):
-    """Put a bare formula between dollars, or math-verify reads "2x+3" as 2; a text with words stays."""
-    word = r"(?<![\\A-Za-z])[^\W\d_]{2}"                               # two letters, in no LaTeX command
-    return text if re.search(rf"\$|\\\[|\\\(|{word}", text) else f"${text}$"
-
-
-def same_answer(answer, solution):
-    """Compare two texts as they stand, then as plain numbers, then by math-verify."""
-    answer, solution = unboxed(answer), unboxed(solution)
-    if answer == solution:
-        return True
-    number = plain_number(solution)
-    if number is not None and (plain_number(answer) is not None or not re.search(r"\d", answer)):
-        return plain_number(answer) == number
-    if formula(solution) == solution and not re.search(r"[\\$]", solution):             # no mathematics
-        return False
-    import math_verify
-    seconds = 3 if threading.current_thread() is threading.main_thread() else None  # its clock needs it
-    gold = math_verify.parse(formula(solution), parsing_timeout=seconds)
-    found = math_verify.parse(formula(answer[-1000:]), parsing_timeout=seconds)     # the answer comes last
-    return math_verify.verify(gold, found, timeout_seconds=seconds)
-
-
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer that is the same as its solution, 0 to any other.
 
     The answer is the text after the last </think>, else the whole text; of it, what the last \boxed{} holds.
-    Equal texts are the same, plain numbers are compared exactly (1,000 = 1000.0, 1/2 = 0.5), formulas by
-    math-verify (in the last 1,000 characters); a solution of words has to be met as it stands.
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2; TRL's accuracy_reward finds only LaTeX in an answer.
-    Returns: a reward for each completion, None where its solution (a string or a number) is empty or None.
+    It is the same as text, or as a decimal number: 1,000 = 1000 = 1000.0. Without a solution: None.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Formulas: worked_examples/math_reward.py.
     """
-    if len(solution) != len(completions):
-        raise ValueError(f"solution: got {len(solution)}; allowed is one for each of {len(completions)}")
-    answers = [text_of(c).rpartition("</think>")[2].strip("* \t\r\n") for c in completions]    # **bold**
-    solutions = ["" if s is None else str(s).strip() for s in solution]
-    return [float(same_answer(a, s)) if s else None for a, s in zip(answers, solutions)]
+    found = [unboxed(text_of(completion).rpartition("</think>")[2]) for completion in completions]
+    right = [unboxed("" if s is None else str(s)) for s in solution]
+    return [float(a == s or number(a) == number(s)) if s else None for a, s in zip(found, right, strict=True)]
+
+
+def unboxed(text):
+    r"""Take what the last \boxed{} of a text holds, else the text, without white space around it."""
+    _, box, inside = text.rpartition(r"\boxed{")
+    open_braces = 1
+    for i, character in enumerate(inside if box else ""):
+        open_braces += (character == "{") - (character == "}")
+        if open_braces == 0:
+            return inside[:i].strip()
+    return text.strip()
+
+
+def number(text):
+    """Read a decimal number, with commas between thousands or without; else NaN, which equals nothing."""
+    try:
+        value = decimal.Decimal(text.replace(",", ""))
+    except decimal.InvalidOperation:
+        return math.nan
+    return value if value.is_finite() and text in (text.replace(",", ""), f"{value:,}") else math.nan
 
 
 def think_format_reward(completions, **kwargs):
     """Give 1 to a text that is one <think>...</think> from its first character on, then an answer; else 0.
 
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2; like TRL's, but white space alone is no answer.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also takes a second </think>, and an empty answer.
     """
-    rewards = []
-    for text in map(text_of, completions):
-        one_thought = text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
-        rewards.append(float(one_thought and text.partition("</think>")[2].strip() != ""))
-    return rewards
+    texts = [text_of(completion) for completion in completions]
+    one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]
+    return [float(one and t.partition("</think>")[2].strip() != "") for one, t in zip(one_thought, texts)]
 
 
 def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
-    """Make a reward function that punishes an answer of n tokens for its length.
+    """Make a reward function that punishes an answer of n tokens for its length. *
 
     r(n) = 0 for n <= L - c;  (L - c - n) / c for L - c < n <= L;  -1 for n > L.
-    Source: DAPO (arXiv:2503.14476) eq. 13; TRL's get_soft_overlong_punishment.
-    Args: max_completion_len L and soft_punish_cache c in tokens, 0 <= c <= L.
+    Source: DAPO (arXiv:2503.14476) eq. 13. Args: max_completion_len L, soft_punish_cache c <= L, in tokens.
     """
     L, c = max_completion_len, soft_punish_cache
-    if not 0 <= c <= L:
-        raise ValueError(f"soft_punish_cache: got {c}; allowed is 0 ... max_completion_len = {L}")
 
     def soft_overlong_punishment(completion_ids, **kwargs):
         return [min(0.0, max(-1.0, (L - c - len(ids)) / max(c, 1))) for ids in completion_ids]
@@ -152,9 +121,8 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
 def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up what the reward functions gave: r_i = Σ_f w_f·r_{i,f}, without those that abstained (NaN).
 
-    Source: TRL's GRPOTrainer (weighted nansum); there a row without any reward becomes 0, here it stays NaN.
+    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,), NaN where every function abstained.
     Args: rewards_per_func (B, F), NaN where a function returned None; reward_weights (F,), None: 1 each.
-    Returns: (B,), NaN where every function abstained.
     """
     r = rewards_per_func
     reward_weights = r.new_ones(r.shape[-1:]) if reward_weights is None else reward_weights
@@ -175,8 +143,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     """
     _check(locals(), "rewards: B")
     if num_generations <= correction or len(rewards) % num_generations:
-        raise ValueError(f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} "
-                         f"that is above correction = {correction}")
+        raise ValueError(f"num_generations: got {num_generations}; allowed divides {len(rewards)}, not 1")
     r = rewards.reshape(-1, num_generations)                                              # (P, G)
     lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
     r = r - lowest                  # equal rewards are exactly 0 now; the mean of three times 0.1 is not 0.1
@@ -189,12 +156,11 @@ def group_stats(rewards, num_generations, *, correction=1):
 def group_advantages(rewards, num_generations, *, scale_rewards="group", correction=1, eps=1e-4):
     """Compare each answer with the other answers to its own prompt.
 
-    "group": A_i = (r_i - mean) / (std + eps), mean and std of the group.
+    "group": A_i = (r_i - mean) / (std + eps), mean and std of the group; eps in reward units.
     "batch": the same mean, and the std of the whole batch.
     "none":  A_i = r_i - mean, because 1 / std inflates groups that are nearly all right or all wrong.
     Source: DeepSeekMath §4.1.2; "none": Dr. GRPO (arXiv:2503.20783) §3.1. eps: TRL has 1e-4, verl 1e-6.
-    Args: num_generations, correction as in group_stats; eps in reward units.
-    Returns: (B,), exactly 0 in a group of equal rewards, and for a NaN reward.
+    Args: as in group_stats. Returns: (B,), exactly 0 in a group of equal rewards, and for a NaN reward.
     """
     mean, std = group_stats(rewards, num_generations, correction=correction)              # (P,), (P,)
     centred = rewards - mean.repeat_interleave(num_generations)                           # (B,)
@@ -210,12 +176,11 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
 
 
 def leave_one_out_advantages(rewards, num_generations):
-    """Compare each answer with the mean of the others in its group.
+    """Compare each answer with the mean of the others in its group. *
 
     A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
     That mean does not depend on the answer itself, which keeps the policy gradient unbiased.
-    Source: RLOO (Kool et al. 2019; arXiv:2402.14740); TRL's RLOOTrainer.
-    Returns: (B,), 0 for a NaN reward and for one without others; num_generations is 2 or more.
+    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a NaN reward and without others.
     """
     centred = group_advantages(rewards, num_generations, scale_rewards="none")            # (B,)
     n = (~rewards.isnan()).reshape(-1, num_generations).sum(1).repeat_interleave(num_generations)
@@ -223,7 +188,7 @@ def leave_one_out_advantages(rewards, num_generations):
 
 
 def process_advantages(step_rewards, step_ends, completion_mask, num_generations, *, correction=1, eps=1e-4):
-    """Let a token answer for every reasoning step that ends at or after it (process supervision).
+    """Let a token answer for every reasoning step that ends at or after it (process supervision). *
 
     A_{i,t} = Σ_{j: end(i,j) >= t} z_{i,j},  z = (r - mean) / (std + eps) over all steps of a group's answers.
     Source: DeepSeekMath §4.1.3; in none of TRL, verl and OpenRLHF.
@@ -241,16 +206,15 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
 
 
 def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
-    """Estimate PPO's advantages with a critic (generalized advantage estimation); GRPO does without.
+    """Estimate PPO's advantages with a critic (generalized advantage estimation); GRPO does without. *
 
     δ_t = r_t + γ·V_{t+1} - V_t,  A_t = δ_t + γλ·A_{t+1},  return_t = A_t + V_t;  V and A are 0 after the end.
     λ = 0 trusts the critic's values V (bias), λ = 1 the rewards that came (variance).
-    Source: Schulman et al. (arXiv:1506.02438) eq. 16.
-    Args: rewards, values (B, T). Returns: advantages (B, T), returns (B, T), 0 after the end.
+    Source: Schulman et al. (arXiv:1506.02438) eq. 16. Returns: advantages and returns, both (B, T).
     """
     _check(locals(), "rewards: B T, values: B T, completion_mask: B T")
     rewards, values = (torch.where(completion_mask != 0, x, 0) for x in (rewards, values))
-    delta = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values                       # (B, T)
+    delta = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values     # (B, T)
     advantages, advantage = torch.zeros_like(delta), 0
     for t in reversed(range(delta.size(1))):
         advantage = delta[:, t] + gamma * lam * advantage                                 # (B,)
@@ -273,11 +237,9 @@ def completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if no EOS stands before t, else 0.
 
     The first EOS itself is real, or the policy never learns to stop.
-    Source: TRL's GRPOTrainer; bug reports trl#4970, trl#7039.
-    Args: completion_ids (B, T); eos_token_ids, one id or several. Returns: (B, T) of int64.
+    Source: TRL's GRPOTrainer. Args: completion_ids (B, T); eos_token_ids, one or several. Returns: (B, T).
     Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
-    _check(locals(), "completion_ids: B T")
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device)).long()
     return (is_eos.cumsum(1) - is_eos == 0).long()                      # number of EOS before t: 0
 
@@ -302,12 +264,11 @@ def entropy_from_logits(logits):
     return -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0)).sum(-1)  # 0·log 0 = 0
 
 
-def next_token_logits(model, input_ids, mask, keep, temperature, **cache):
+def next_token_logits(model, input_ids, mask, keep, temperature, cache=None, use_cache=True):
     """Logits / temperature at the last `keep` positions, (B, keep, V), float32 or wider; and the KV cache."""
-    # Positions count real tokens: the first is 0 after any left padding.
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1):]
-    output = model(input_ids=input_ids, attention_mask=mask, position_ids=positions,
-                   logits_to_keep=keep, **cache)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1):]       # 0 is the first real token's
+    output = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep,
+                   past_key_values=cache, use_cache=use_cache)
     logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
     return logits / temperature, getattr(output, "past_key_values", None)
 
@@ -317,6 +278,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
     log π = log softmax(logits / temperature)[o_t], at the sampler's temperature, else ρ is not 1 on-policy.
+    A causal LM's logits at position t - 1 score token t, so the T + 1 last positions less the very last do.
     Source: TRL's _get_per_token_logps_and_entropies.
     Args: prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
@@ -327,8 +289,8 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     real, T = completion_mask != 0, completion_ids.size(1)                                # (B, T)
     mask = torch.cat([prompt_mask != 0, real], 1).long()                                  # (B, L+T)
     ids = torch.cat([prompt_ids, completion_ids], 1).long() * mask      # a padding id may be no word at all
-    # (B, T, V): the logits at o_{t-1} are those of o_t, so the last position is not needed.
-    logits = next_token_logits(model, ids, mask, T + 1, temperature, use_cache=False)[0][:, :-1]
+    logits, _ = next_token_logits(model, ids, mask, T + 1, temperature, use_cache=False)
+    logits = logits[:, :-1]                                             # (B, T, V): at t - 1, those of o_t
     logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])                    # (B, T)
     entropies = entropy_from_logits(logits.detach()).masked_fill(~real, 0) if compute_entropy else None
     return logps.masked_fill(~real, 0), entropies
@@ -341,18 +303,16 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old).
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's token ratios.
-    Source: DeepSeekMath eq. 3 (token); GSPO (arXiv:2507.18071) eq. 7 (sequence).
-    Returns: (B, T), 1 at padding; for "sequence" (B, 1).
+    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; GSPO: (B, 1).
     """
     _check(locals(), "logps: B T, old_logps: B T, completion_mask: B T")
     mask = completion_mask != 0
     log_ratio = torch.where(mask, logps - old_logps, 0)                                   # (B, T)
-    level = importance_sampling_level
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    elif level != "token":
-        raise ValueError(f"importance_sampling_level: got {level!r}; allowed is 'token' or 'sequence'")
-    return log_ratio.exp()                                              # (B, T), sequence level: (B, 1)
+    if importance_sampling_level == "token":
+        return log_ratio.exp()                                                            # (B, T)
+    if importance_sampling_level == "sequence":
+        return (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()        # (B, 1)
+    raise ValueError(f"importance_sampling_level: got {importance_sampling_level}; allowed is token/sequence")
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
@@ -373,7 +333,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. verl bounds l at 3·|A|.
     Args: ratio (B, T), or (B, 1) at sequence level; advantages (B,) or (B, T). Returns: (B, T) or (B, 1).
     """
-    _check(locals(), "ratio: B 1 | B T, advantages: B | B T")
+    _check(locals(), "ratio: B 1 or B T, advantages: B or B T")
     A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages                  # (B, 1 | T)
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.min(unclipped * A, clip_ratio(ratio, epsilon_low, epsilon_high) * A)
@@ -382,11 +342,10 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
     """Weigh the loss of REINFORCE, -A·log π, by the capped ratio, so that every token keeps its gradient.
 
-    l = -sg[min(ρ, ε_high)]·A·log π_θ,  sg: the weight is a constant (detach).
-    Source: CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4. The cap is absolute, as in TRL; verl clips to 1 ± ε.
-    Args: ratio, advantages as in clipped_surrogate_loss. Returns: (B, T).
+    l = -sg[min(ρ, ε_high)]·A·log π_θ, (B, T);  sg: the weight is a constant (detach).
+    Source: CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4; the cap alone and absolute, as in TRL.
     """
-    _check(locals(), "logps: B T, ratio: B 1 | B T, advantages: B | B T")
+    _check(locals(), "logps: B T, ratio: B 1 or B T, advantages: B or B T")
     A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages                  # (B, 1 | T)
     return -ratio.clamp(max=epsilon_high).detach() * A * logps
 
@@ -395,17 +354,16 @@ def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
     """Fade the gradient as ρ leaves 1, by a sigmoid σ in place of the clip: it never stops dead.
 
     l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg.
-    Source: SAPO (arXiv:2511.20347) eq. 5-6; TRL's loss_type "sapo".
-    Args, Returns: as in clipped_surrogate_loss.
+    Source: SAPO (arXiv:2511.20347) eq. 5-6. Args, Returns: as in clipped_surrogate_loss.
     """
-    _check(locals(), "ratio: B 1 | B T, advantages: B | B T")
+    _check(locals(), "ratio: B 1 or B T, advantages: B or B T")
     A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages                  # (B, 1 | T)
     tau = torch.full_like(A, temperature_neg).masked_fill(A > 0, temperature_pos)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * A
 
 
 def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):
-    """Correct for a sampler that is not quite the scorer (another engine, another precision).
+    """Correct for a sampler that is not quite the scorer (another engine, another precision). *
 
     w = min(exp(log π_old - log π_sampler), cap), of any shape; a constant (detach) that weighs the loss.
     Source: Yao et al. 2025, truncated importance sampling; TRL's vllm_importance_sampling_correction.
@@ -436,7 +394,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
 
 
 def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
-    """Make PPO's token rewards: a KL penalty at every token, the answer's score at the last one.
+    """Make PPO's token rewards: a KL penalty at every token, the answer's score at the last one. *
 
     r_t = -β·(log π_θ - log π_ref) + [t is the last real token]·score.
     Source: DeepSeekMath eq. 2. GRPO has the KL in the loss instead, so that it does not blur the advantages.
@@ -452,19 +410,17 @@ def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
 # §6 Masks -------------------------------------------------------------------------------------------------
 
 def top_entropy_mask(entropies, completion_mask, quantile):
-    """Keep the tokens at which the policy hesitates: the top fraction of the batch's real tokens by entropy.
+    """Keep the tokens at which the policy hesitates: the top fraction of the real tokens by entropy. *
 
     mask_t = 1 where H_t >= the (1 - quantile)-quantile of all H; ties are kept.
     Source: Wang et al. (arXiv:2506.01939), 20% of the tokens carry the learning; TRL's top_entropy_quantile.
-    Args: entropies (B, T); quantile, the fraction to keep: 0.2 the highest fifth, 1 every real token.
-    Returns: (B, T) of completion_mask's dtype, 0 at padding.
+    Args: entropies (B, T); quantile, the fraction to keep. Returns: (B, T) of completion_mask's dtype.
     """
     _check(locals(), "entropies: B T, completion_mask: B T")
     mask = completion_mask != 0
-    if mask.any():
-        real = entropies[mask].to(torch.promote_types(entropies.dtype, torch.float32))    # (real,)
-        mask = mask & (entropies >= real.quantile(1 - quantile))
-    return mask.to(completion_mask.dtype)
+    real = entropies[mask].double()                                                       # (real,)
+    threshold = real.quantile(1 - quantile) if len(real) else 0.0
+    return (mask & (entropies >= threshold)).to(completion_mask.dtype)
 
 
 # §7 The aggregations --------------------------------------------------------------------------------------
@@ -477,14 +433,13 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "bnpo":    Σ l·m / Σ m of these rows         every token of this microbatch weighs the same
     "dr_grpo": Σ l·m / (rows·L_max)              a constant, so that nothing depends on the lengths
     "dapo":    Σ l·m / tokens of the batch       every token of the whole batch weighs the same
-    A batch may be split into microbatches or ranks: given num_rows_in_batch and num_items_in_batch (rows and
-    real tokens of the whole, None: of these rows), the parts sum to the whole's value, bnpo's aside.
+    Given num_rows_in_batch and num_items_in_batch, rows and real tokens of the whole batch (None: of these),
+    the values of its microbatches sum to the whole's; not with "bnpo", which train does not offer.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3; TRL.
-    Args: per_token_loss (B, T), or (B, 1) for one loss per answer.
-    Returns: a scalar; a row without real token adds 0, and still counts as a row (verl leaves it out).
+    Args: per_token_loss (B, T), or (B, 1) for one loss per answer. A row without token adds 0, and counts.
     Gotcha: L_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
     """
-    _check(locals(), "completion_mask: B T, per_token_loss: B T | B 1")
+    _check(locals(), "completion_mask: B T, per_token_loss: B T or B 1")
     mask = completion_mask != 0
     loss = torch.where(mask, per_token_loss, 0)                                           # (B, T)
     rows, tokens = num_rows_in_batch or max(len(mask), 1), mask.sum().clamp(min=1)
@@ -508,7 +463,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
               importance_sampling_level="token", policy_loss="clip", top_entropy_quantile=1.0,
               kl_estimator="k3", use_bias_correction_kl=False, sampling_cap=2.0, max_completion_length=None,
               num_items_in_batch=None, num_rows_in_batch=None):
-    """Put the functions above together to the GRPO loss; add nothing of its own.
+    """Compute the GRPO loss from the functions above.
 
     loss = aggregate( l(ρ, A)·top_entropy_mask·w + β·KL ),  l: policy_loss,  w: truncated_importance_ratio.
     Source: DeepSeekMath eq. 3; the order of the terms and the metric names are TRL's (_compute_loss).
@@ -517,45 +472,44 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         None: w = 1. entropies: needed where top_entropy_quantile < 1. use_bias_correction_kl: multiply the KL
         by ρ, so that the mean gradient of k3 is ∇KL(π_θ‖π_ref). policy_loss: "clip", "sapo", or "cispo", for
         which epsilon_high is the absolute cap: set it, to 5 or so.
-    Returns: the scalar loss; metrics, floats: clip_ratio/low_mean, /high_mean, /region_mean, kl and entropy
-        (where given), means over real tokens; those of clip_ratio at sequence level over rows.
-    Gotcha: on-policy the value is a mean of -A, about 0, and says nothing; its gradient is REINFORCE's.
+    Returns: the scalar loss; metrics, floats, means over real tokens: clip_ratio/low_mean, /high_mean and
+        /region_mean; kl where ref_logps are given, entropy where entropies are.
+    Gotcha: on-policy the value is a mean of -A, which is 0 with "grpo" or at equal lengths, and says nothing;
+        its gradient is REINFORCE's.
     """
-    _check(locals(), "logps: B T, completion_mask: B T, advantages: B | B T, old_logps: B T | None, "
-                     "entropies: B T | None, sampling_logps: B T | None, "
-                     f"ref_logps: B T{'' if beta else ' | None'}")
+    _check(locals(), "logps: B T, completion_mask: B T, advantages: B or B T, old_logps: B T or None, "
+                     "ref_logps: B T or None, sampling_logps: B T or None, entropies: B T or None")
     mask = completion_mask != 0
     # Padding is emptied first: a NaN that only the last mask removed would reach the gradient (0·NaN = NaN).
     logps = torch.where(mask, logps, 0)                                                   # (B, T)
-    old_logps = logps.detach() if old_logps is None else torch.where(mask, old_logps.detach(), 0)
+    old_logps, ref_logps, sampling_logps = (x if x is None else torch.where(mask, x.detach(), 0)
+                                            for x in (old_logps, ref_logps, sampling_logps))
+    old_logps = logps.detach() if old_logps is None else old_logps
     A = broadcast_advantages(advantages, mask) if advantages.dim() == 1 else torch.where(mask, advantages, 0)
 
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=importance_sampling_level)
-    low, high = 1 - epsilon_low, 1 + epsilon_high                       # outside, the metrics call it clipped
+    low, high = 0.0, math.inf                                           # outside, the metrics call it clipped
     if policy_loss == "clip":
-        bounds = dict(epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
-        loss = clipped_surrogate_loss(ratio, A, **bounds)
+        low, high = 1 - epsilon_low, 1 + epsilon_high
+        loss = clipped_surrogate_loss(                                                    # (B, T)
+            ratio, A, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
     elif policy_loss == "cispo":
-        low, high = 0.0, epsilon_high
+        high = epsilon_high
         loss = cispo_loss(logps, ratio, A, epsilon_high=epsilon_high)
     elif policy_loss == "sapo":
-        low, high = 0.0, math.inf
         loss = sapo_loss(ratio, A)
     else:
         raise ValueError(f"policy_loss: got {policy_loss!r}; allowed is 'clip', 'cispo' or 'sapo'")
-    clipped_low, clipped_high = (ratio < low) & (A < 0), (ratio > high) & (A > 0)         # (B, T)
-    metrics = {"clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
-               "clip_ratio/region_mean": clipped_low | clipped_high}
-    if importance_sampling_level == "sequence":
-        metrics = {name: x.any(1, keepdim=True) for name, x in metrics.items()}           # (B, 1)
+    too_low, too_high = (ratio < low) & (A < 0), (ratio > high) & (A > 0)                 # (B, T)
+    metrics = {"clip_ratio/low_mean": too_low, "clip_ratio/high_mean": too_high,
+               "clip_ratio/region_mean": too_low | too_high}
 
     if top_entropy_quantile < 1:
         loss = loss * top_entropy_mask(entropies, mask, top_entropy_quantile)
     if sampling_logps is not None:
-        sampling_logps = torch.where(mask, sampling_logps, 0)
         loss = loss * truncated_importance_ratio(old_logps, sampling_logps, cap=sampling_cap)
-    if ref_logps is not None:
-        kl = kl_estimate(logps, torch.where(mask, ref_logps.detach(), 0), estimator=kl_estimator)
+    if beta > 0 or ref_logps is not None:
+        kl = kl_estimate(logps, ref_logps, estimator=kl_estimator)
         metrics["kl"] = kl * ratio if use_bias_correction_kl else kl
     if beta > 0:
         loss = loss + beta * metrics["kl"]
@@ -563,31 +517,30 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         metrics["entropy"] = entropies
     loss = aggregate(loss, mask, loss_type=loss_type, max_completion_length=max_completion_length,
                      num_items_in_batch=num_items_in_batch, num_rows_in_batch=num_rows_in_batch)
-    for name, x in metrics.items():
-        by_row = importance_sampling_level == "sequence" and name.startswith("clip_ratio")
-        counted = torch.ones_like(x) if by_row else mask
-        metrics[name] = aggregate(x.detach() * 1.0, counted, loss_type="bnpo").item()   # bnpo: the plain mean
+    for name, x in metrics.items():                                     # "dapo": the mean over tokens
+        metrics[name] = aggregate(
+            x.detach() * 1.0, mask, loss_type="dapo", num_items_in_batch=num_items_in_batch).item()
     return loss, metrics
 
 
-def _check(arguments, patterns):
-    """Raise a ValueError that names the argument whose shape is not as it should be.
+def _check(arguments, shapes):
+    """Raise a ValueError that names the first argument whose shape is not as it should be.
 
-    In "logps: B T, advantages: B | B T, old_logps: B T | None" a letter is one size throughout the call, and
-    "..." one whole shape.
+    "logps: B T, advantages: B or B T, ref_logps: B T or None" names the axes of each argument: a letter is
+    one size throughout the call, 1 is 1, and "..." any axes, which are the same throughout.
     """
     sizes = {"1": 1}                                                    # of each letter, as found so far
-    for name, allowed in (pattern.split(": ") for pattern in patterns.split(", ")):
+    for name, allowed in (part.split(": ") for part in shapes.split(", ")):
         x = arguments[name]
+        if x is None and allowed.endswith(" or None"):
+            continue
         shape = tuple(getattr(x, "shape", ()))
         found = [shape] if allowed == "..." else shape
-        fits = [axes for axes in map(str.split, allowed.removesuffix(" | None").split(" | "))
+        fits = [axes for axes in map(str.split, allowed.removesuffix(" or None").split(" or "))
                 if len(axes) == len(found) and all(sizes.get(axis, n) == n for axis, n in zip(axes, found))]
-        if fits:
-            sizes.update(zip(fits[0], found))
-        elif x is not None or "None" not in allowed:
-            came = f"{type(x).__name__} of shape {shape}"
-            raise ValueError(f"{name}: got {came}; allowed is shape {allowed}, where {sizes}")
+        if not fits:
+            raise ValueError(f"{name}: got {type(x).__name__} {shape}; allowed is {allowed}, where {sizes}")
+        sizes.update(zip(fits[0], found))
 
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
@@ -603,26 +556,21 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
     o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a
     token, so that a sample depends on nothing but its own numbers. There is no top_k or top_p.
-
-    Args:
-        model: a causal LM of transformers that keeps a KV cache.
-        prompt_ids, prompt_mask: (P, L), left-padded.
-        max_completion_length, num_generations: T, G.
-        eos_token_ids, pad_token_id: one id or several; and what stands behind, which may be one of them.
+    Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded. num_generations:
+        G. max_completion_length: T. eos_token_ids: one or several. pad_token_id: what follows; may be an EOS.
         uniforms: (P·G, T) numbers in [0, 1), or None to take the most likely word (greedy).
-    Returns:
-        completion_ids, completion_mask, logps, entropies: each (P·G, T'), T' <= T; the last two in nats.
+    Returns: completion_ids, completion_mask, logps, entropies (nats), each (P·G, T'), T' <= T.
     """
     _check(locals(), "prompt_ids: P L, prompt_mask: P L")
     T, eos = max_completion_length, torch.as_tensor(eos_token_ids, device=prompt_ids.device)
     mask = (prompt_mask != 0).long()                                                      # (P, L)
-    step = dict(keep=1, temperature=temperature, use_cache=True)
-    logits, cache = next_token_logits(model, prompt_ids * mask, mask, **step)
+    logits, cache = next_token_logits(model, prompt_ids * mask, mask, 1, temperature)
     if cache is None:
         raise InputError(f"model: got {type(model).__name__}; allowed is a causal LM with past_key_values")
     live = torch.arange(len(mask) * num_generations, device=mask.device)                  # (B,)
-    cache.reorder_cache(live // num_generations)                        # each prompt G times
-    logits, mask = logits[live // num_generations], mask[live // num_generations]         # (B, 1, V), (B, L)
+    prompt_of = live // num_generations
+    cache.reorder_cache(prompt_of)                                      # each prompt G times
+    logits, mask = logits[prompt_of], mask[prompt_of]                                     # (B, 1, V), (B, L)
     completion_ids = mask.new_full((len(live), T), pad_token_id)                          # (B, T)
     logps, entropies = logits.new_zeros(2, len(live), T)
     for t in range(T):                                                  # live: the rows that have not ended
@@ -640,8 +588,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
         if len(stay) < len(live):
             live, mask, token = live[stay], mask[stay], token[stay]
             cache.reorder_cache(stay)
-        mask = F.pad(mask, (0, 1), value=1)                                               # (live, L+t+1)
-        logits, cache = next_token_logits(model, token, mask, **step, past_key_values=cache)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)                             # (live, L+t+1)
+        logits, cache = next_token_logits(model, token, mask, 1, temperature, cache)
     if not logps.isfinite().all():
         raise FloatingPointError(f"the weights or logits of this {type(model).__name__} are not finite")
     real = completion_mask(completion_ids, eos)
@@ -664,37 +612,32 @@ def eos_token_ids(model, tokenizer):
     return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
-Rollout = namedtuple("Rollout", [                    # one step's samples: this process's b of the B rows
-    "rows", "completions",                           # of the dataset, each G times; b strings or messages
-    "prompt_ids", "prompt_mask",                     # (b, L), left-padded
-    "completion_ids", "completion_mask",             # (b, T), right-padded
-    "logps", "entropies",                            # (b, T), recorded while sampling
-    "terminated",                                    # (b,), whether the completion ends in an EOS
-    "loss_mask"])                                    # (b, T), without truncated rows if they shall not count
+# The samples of one step. rows: B, of the dataset, each G times; completions: B strings, or messages;
+# prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded; logps,
+# entropies (B, T), recorded while sampling; terminated (B,), whether the completion ends in an EOS.
+Rollout = namedtuple("Rollout", ["rows", "completions", "prompt_ids", "prompt_mask", "completion_ids",
+                                 "completion_mask", "logps", "entropies", "terminated"])
 
 
 def sample_rollout(policy, tokenizer, batch, config, step):
     """Lines 6 and 7: G answers to each question of the batch. The policy as it stands is π_old."""
     G, T, device = config.num_generations, config.max_completion_length, policy.device
-    prompts = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)
-    eos = eos_token_ids(policy, tokenizer)
-    # Keyed by (seed, step) for the whole batch, of which each process takes its rows: N sample like one. 4 is
-    # this use of the seed; 1, 2 and 3 are the problems, the cold start and the batches.
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)         # ids, mask: (P, L)
+    eos = torch.tensor(eos_token_ids(policy, tokenizer), device=device)
+    # Keyed by (seed, step), so that a resumed run needs no saved random state. 4 is this use of the seed; 1,
+    # 2 and 3 are the tiny task's problems, its cold start, and the batches.
     rng = numpy.random.default_rng([config.seed, 4, step])
-    uniforms = own_share(rng.random((config.generation_batch_size, T), dtype=numpy.float32))
+    uniforms = torch.tensor(rng.random((len(batch) * G, T), dtype=numpy.float32), device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         ids, mask, logps, entropies = generate(
             policy, *prompts, max_completion_length=T, eos_token_ids=eos, num_generations=G,
-            pad_token_id=tokenizer.pad_token_id, temperature=config.temperature,
-            uniforms=torch.tensor(uniforms, device=device))
+            pad_token_id=tokenizer.pad_token_id, temperature=config.temperature, uniforms=uniforms)
     completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not isinstance(batch[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    terminated = torch.isin(ids, torch.tensor(eos, device=device)).any(1)                 # (b,)
-    loss_mask = mask * terminated.unsqueeze(1) if config.mask_truncated_completions else mask
     rows = [row for row in batch for _ in range(G)]
-    prompts = (x.repeat_interleave(G, 0) for x in prompts)
-    return Rollout(rows, completions, *prompts, ids, mask, logps, entropies, terminated, loss_mask)
+    prompts = (x.repeat_interleave(G, 0) for x in prompts)                                # (B, L)
+    return Rollout(rows, completions, *prompts, ids, mask, logps, entropies, torch.isin(ids, eos).any(1))
 
 
 # §10 Training: Algorithm 1 of the paper -------------------------------------------------------------------
@@ -705,21 +648,21 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """All hyperparameters, under TRL's names; only cispo and sapo, a loss_type there, are a policy_loss."""
+    """TRL's names; there cispo and sapo are a loss_type, max_steps and ref_model_sync_steps count updates."""
 
     learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "how the step falls")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "how the step size falls")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm")
     max_steps: int = option(100, "steps of sampling and learning, all together")
     num_generations: int = option(8, "G, completions for each prompt")
-    generation_batch_size: int = option(64, "B, completions of a step over all processes: a multiple of G")
+    generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     per_device_train_batch_size: int = option(8, "rows in one forward and backward pass: memory, not maths")
     num_iterations: int = option(1, "mu, updates on each batch of completions")
     max_completion_length: int = option(512, "T, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring")
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = option("dapo", "how token losses are averaged")
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how the losses of tokens are averaged")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, and above it unless epsilon_high is given")
@@ -730,77 +673,72 @@ class GRPOConfig:
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
     mask_truncated_completions: bool = option(False, "learn nothing from completions without an EOS")
-    top_entropy_quantile: float = option(1.0, "learn from this share of the tokens, of highest entropy")
     sync_ref_model: bool = option(False, "refresh the reference model: Algorithm 1's outer iterations")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
     seed: int = option(42, "of the samples and of the order of the prompts")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
-    save_steps: int = option(500, "write a checkpoint every so many steps (mu > 1: each) and at the end")
+    save_steps: int = option(100, "write a checkpoint every so many steps, and at the end")
 
     def __post_init__(self):
-        may_be_0 = "learning_rate warmup_steps weight_decay epsilon epsilon_high beta seed".split()
-        for f in fields(self):
-            value, words = getattr(self, f.name), get_args(f.type)
-            if get_origin(f.type) is Literal and value not in words:
-                raise ValueError(f"{f.name}: got {value!r}; allowed is {' or '.join(words)}")
-            least = "0" if f.name in may_be_0 else "a number above 0"
-            if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and least == "0"):
-                raise ValueError(f"{f.name}: got {value}; allowed is {least} to any finite number")
-        if not all(map(math.isfinite, self.reward_weights or [])):
-            raise ValueError(f"reward_weights: got {self.reward_weights}; allowed is finite numbers")
-        G, world = self.num_generations, rank_and_world()[1]
-        if G < 2 or self.generation_batch_size % (G * world):
-            raise ValueError(f"generation_batch_size: got {self.generation_batch_size}; allowed is a whole "
-                             f"number times num_generations = {G} (at least 2) times {world} processes")
-        if self.top_entropy_quantile > 1:
-            raise ValueError(f"top_entropy_quantile: got {self.top_entropy_quantile}; allowed is 1 at most")
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+                raise InputError(f"{name}: got {value}; allowed is a finite number, not below 0")
+        B, G = self.generation_batch_size, self.num_generations
+        if G < 2 or B % G:
+            raise InputError(f"generation_batch_size: got {B}; allowed is a multiple of num_generations > 1")
         if self.policy_loss == "cispo" and self.epsilon_high is None:
-            raise ValueError("epsilon_high: got None; allowed with cispo is the cap of the ratio, say 5.0")
+            raise InputError("epsilon_high: got None; allowed with cispo is the cap of the ratio, say 5.0")
 
 
-PRESETS = {  # what the papers set; every other field keeps its default
+PRESETS = {  # from the papers; every other field keeps its default
     "deepseekmath": dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False, learning_rate=1e-6,
                          num_generations=64, generation_batch_size=1024, max_completion_length=1024),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
+    # without DAPO's dynamic sampling and its punishment of long answers
     "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    # the cap is ScaleRL's (arXiv:2510.13786), which TRL recommends
     "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
     "sapo": dict(loss_type="grpo", policy_loss="sapo"),
 }
 
 
-def initial_state(policy, config):
-    """What a run carries from step to step beside the policy's weights; reference is π_ref, where β > 0."""
+def initial_state(policy, config, saved=None):
+    """What a run carries from step to step beside the policy's weights, new or taken from a checkpoint."""
     from transformers import get_scheduler
+    step, mu = saved["step"] if saved else 0, config.num_iterations
     optimizer = torch.optim.AdamW(policy.parameters(), config.learning_rate, weight_decay=config.weight_decay)
-    updates = config.max_steps * config.num_iterations
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, updates)
-    reference = copy.deepcopy(policy) if config.beta > 0 else None
-    return SimpleNamespace(step=0, optimizer=optimizer, scheduler=scheduler, reference=reference)
+    reference = copy.deepcopy(policy) if config.beta > 0 else None                        # π_ref
+    if saved:
+        optimizer.load_state_dict(saved["optimizer"])
+    if saved and reference:
+        reference.load_state_dict(saved["reference"])
+    optimizer.param_groups[0]["initial_lr"] = config.learning_rate
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
+                              config.max_steps * mu, {"last_epoch": step * mu - 1})       # counts updates
+    # whole is False from a step's first update until its metrics are recorded: these weights are not saved.
+    return SimpleNamespace(
+        step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
-    """Line 9, the default of train: from rewards (b, F) of this process's rows the advantages (b, T)."""
-    rewards = gather(combine_rewards(rewards_per_func, config.reward_weights))            # (B,), of all
+    """Line 9, the default of train: from rewards (B, F) to advantages (B, T)."""
+    rewards = combine_rewards(rewards_per_func, config.reward_weights)                    # (B,)
     advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)
-    return broadcast_advantages(own_share(advantages), rollout.completion_mask)
+    return broadcast_advantages(advantages, rollout.completion_mask)
 
 
 def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
           compute_advantages=outcome_advantages):
     """Algorithm 1 of DeepSeekMath, with its line numbers on the right: a generator, which learns as it runs.
 
-    π_old is no copy: it is the policy while it samples, kept as log-probs. The last line, a reward model that
-    learns too, stands in worked_examples/iterative_grpo.py.
-
-    Args:
-        policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer.
-        dataset, reward_funcs: dicts with "prompt" and further columns; f(prompts=, completions=, **columns).
-        config, state: a GRPOConfig; where to go on from (None starts afresh).
-        compute_advantages: how rewards (b, F) become advantages (b, T).
-    Yields:
-        After each step the state, the Rollout and the metrics, a dict under TRL's names.
+    π_old is no copy: it is the policy while it samples, of which the log-probs are kept. Line 12, a reward
+    model that learns, too, stands in worked_examples/iterative_grpo.py.
+    Args: policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer. dataset: dicts
+        with "prompt" and further columns. reward_funcs: as in §1. state: where to go on (None: afresh).
+        compute_advantages: how rewards (B, F) become advantages (B, T).
+    Yields: after each step the state, the Rollout and the metrics, a dict under TRL's names.
     """
     state = state or initial_state(policy, config)                                        # 1
     policy.eval()                                                       # with dropout, ρ would not be 1
@@ -812,155 +750,110 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, batch, config, state.step)            # 6, 7: π_old ← π_θ
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        if config.top_entropy_quantile < 1:
-            advantages = keep_top_entropy(advantages, rollout, config)
-        parts, scored = microbatches(advantages, rollout, config), {}
-        with torch.no_grad():
-            if config.num_iterations > 1:                               # else π_θ is π_old when it learns
-                scored["old_logps"] = [score(policy, rollout, part, config) for part in parts]
-            if state.reference:
-                scored["ref_logps"] = [score(state.reference, rollout, part, config) for part in parts]
+        ref_logps = reference_logps(state, rollout, advantages, config) if state.reference else None
+        old_logps = None                                                # π_old is π_θ still
         for _ in range(config.num_iterations):                                            # 10: μ
-            update = update_policy(policy, state, rollout, parts, advantages, scored, config)          # 11
+            logps, update = update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config)
+            old_logps = logps if old_logps is None else old_logps       # of the first, before its step
         state.step += 1
-        metrics = {"step": state.step, "step_time": time.perf_counter() - started, **update}
-        yield state, rollout, metrics | step_metrics(rollout, reward_funcs, rewards_per_func, config)
+        metrics = {**update, **step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)}
+        yield state, rollout, {"step": state.step, "step_time": time.perf_counter() - started, **metrics}
 
 
 def sample_batch(dataset, config, step):
-    """Line 5: this process's share of the step's B / G prompts."""
+    """Line 5: the B / G prompts of a step."""
     count, n = config.generation_batch_size // config.num_generations, len(dataset)
     chosen = numpy.random.default_rng([config.seed, 3, step]).choice(n, count, replace=count > n)
-    return own_share([dataset[i] for i in chosen])
-
-
-def name_of(f):
-    return getattr(f, "__name__", type(f).__name__)                     # functools.partial has none
+    return [dataset[i] for i in chosen]
 
 
 def compute_rewards(reward_funcs, rollout):
-    """Line 8: what each reward function says of this process's completions, (b, F), None as NaN."""
-    inputs = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
-    lengths = rollout.completion_mask.sum(1).tolist()
-    ids = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
-    inputs |= {"prompts": inputs.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
-    columns = []
+    """Line 8: what each reward function says of each completion, (B, F), None as NaN."""
+    columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
+    ids = [row[m != 0].tolist() for row, m in zip(rollout.completion_ids, rollout.completion_mask)]
+    columns |= {"prompts": columns.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
+    rewards_per_func = []
     for f in reward_funcs:
-        values, column = f(**inputs), None
-        with contextlib.suppress(TypeError, ValueError, RuntimeError, LookupError, OverflowError):
-            column = torch.tensor([math.nan if x is None else x for x in values[:]], dtype=torch.float32)
-        if column is None or column.shape != (len(ids),) or column.isinf().any():
-            raise InputError(f"reward function {name_of(f)}: got {values!r:.100}; allowed is a finite number "
-                             f"or None for each of {len(ids)} completions")
-        if column.isnan().all():
-            warnings.warn(f"reward function {name_of(f)} gave None for every completion of a step")
-        columns.append(column)
-    rewards = torch.stack(columns, 1)                                                     # (b, F)
-    if rewards.isnan().all(1).any():
-        warnings.warn("no reward function scored some completions; they teach nothing")
-    return rewards.to(rollout.logps.device)
-
-
-def keep_top_entropy(advantages, rollout, config):
-    """Make A = 0, which takes a token out of any policy term, below the top entropies of the whole batch."""
-    T = advantages.size(1)
-    room = (0, config.max_completion_length - T)                        # processes differ in T
-    entropies, mask = (gather(F.pad(x, room)) for x in (rollout.entropies, rollout.loss_mask))
-    return advantages * own_share(top_entropy_mask(entropies, mask, config.top_entropy_quantile))[:, :T]
+        r = list(f(**columns))
+        if len(r) != len(ids) or not all(x is None or math.isfinite(x) for x in r):
+            allowed = f"{len(ids)} items, each a finite number or None"
+            raise InputError(f"reward function {f.__name__}: got {r!r:.100}; allowed is {allowed}")
+        rewards_per_func.append([math.nan if x is None else float(x) for x in r])
+    return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
 
 def microbatches(advantages, rollout, config):
-    """Indices of the rows that learn, in parts that pass the model one by one; the others' gradient is 0."""
-    _check({"mask": rollout.loss_mask, "advantages": advantages}, "mask: B T, advantages: B T")
-    every_row = config.beta > 0 or config.loss_type == "bnpo"           # bnpo divides by all rows' tokens
-    learns = rollout.loss_mask if every_row else rollout.loss_mask * advantages
-    rows = learns.any(1).nonzero()[:, 0]
-    return rows.split(config.per_device_train_batch_size) if len(rows) else ()
+    """The mask of the loss (B, T), and the rows that learn (not if A = β = 0), in parts of one pass each."""
+    mask = rollout.completion_mask
+    if config.mask_truncated_completions:
+        mask = mask * rollout.terminated.unsqueeze(1)
+    rows = (mask.any(1) & ((config.beta > 0) | advantages.any(-1))).nonzero()[:, 0]
+    return mask, rows.split(config.per_device_train_batch_size) if len(rows) else ()
 
 
-def score(model, rollout, rows, config):
-    """Log-probs of some rows of the rollout, (rows, T)."""
+def rollout_logps(model, rollout, rows, config):
+    """Score some rows of the rollout again: (rows, T)."""
     inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
         return per_token_logps(model, *(x[rows] for x in inputs), temperature=config.temperature)[0]
 
 
-def update_policy(policy, state, rollout, parts, advantages, scored, config):
-    """Line 11: one step of AdamW on the whole batch's loss; gradients add up over parts and processes."""
-    mask, weights = rollout.loss_mask, [p for p in policy.parameters() if p.requires_grad]
-    B, tokens = config.generation_batch_size, all_reduce(mask.sum()).item()
-    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "kl"]
-    metrics = dict.fromkeys(names if config.beta > 0 else names[:-1], 0.0)
-    for p in weights:
-        p.grad = torch.zeros_like(p)
-    for k, part in enumerate(parts):
+@torch.no_grad()
+def reference_logps(state, rollout, advantages, config):
+    """log π_ref of the rows that learn, (B, T)."""
+    logps = torch.zeros_like(rollout.logps)
+    for rows in microbatches(advantages, rollout, config)[1]:
+        logps[rows] = rollout_logps(state.reference, rollout, rows, config)
+    return logps
+
+
+def update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config):
+    """Line 11: one step of AdamW on the loss of the whole batch; the parts' gradients add up to its gradient.
+
+    Returns: logps (B, T) before the step, the sampler's own in rows that do not learn; the metrics.
+    """
+    mask, parts = microbatches(advantages, rollout, config)
+    logps = rollout.logps.clone()                                                         # (B, T)
+    same = ("beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl "
+            "max_completion_length").split()                            # are called the same by grpo_loss
+    options = {name: getattr(config, name) for name in same}
+    options["epsilon_high"] = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+    metrics = Counter(dict.fromkeys(names, 0.0))                        # of no part yet
+    state.optimizer.zero_grad(set_to_none=False)                        # without any part, too, AdamW goes on
+    for rows in parts:
+        new_logps = rollout_logps(policy, rollout, rows, config)                          # (rows, T)
+        logps[rows] = new_logps.detach()
         loss, of_part = grpo_loss(
-            score(policy, rollout, part, config), advantages[part], mask[part],
-            **{name: logps[k] for name, logps in scored.items()}, beta=config.beta, delta=config.delta,
-            epsilon_low=config.epsilon, loss_type=config.loss_type, policy_loss=config.policy_loss,
-            epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-            importance_sampling_level=config.importance_sampling_level, num_items_in_batch=tokens,
-            use_bias_correction_kl=config.use_bias_correction_kl, num_rows_in_batch=B,
-            max_completion_length=config.max_completion_length)
-        of_rows, of_tokens = len(part) / B, mask[part].sum().item() / max(tokens, 1)
-        if config.loss_type == "bnpo":                                  # local to a part: their mean
-            loss = loss * of_rows
+            new_logps, advantages[rows], mask[rows], epsilon_low=config.epsilon,
+            old_logps=None if old_logps is None else old_logps[rows],
+            ref_logps=None if ref_logps is None else ref_logps[rows],
+            num_items_in_batch=mask.sum().item(), num_rows_in_batch=len(mask), **options)
         loss.backward()
-        metrics["loss"] += loss.item()
-        for name, mean in of_part.items():
-            by_row = config.importance_sampling_level == "sequence" and name != "kl"
-            metrics[name] += mean * (of_rows if by_row else of_tokens)
-    for p in weights:
-        all_reduce(p.grad)
-    metrics = {name: all_reduce(torch.tensor(x, device=mask.device)).item() for name, x in metrics.items()}
-    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+        metrics.update(of_part, loss=loss.item())                       # adds
+    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
     metrics["learning_rate"] = state.scheduler.get_last_lr()[0]
     if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
         raise FloatingPointError(f"step {state.step + 1}: the loss or its gradient is not finite: {metrics}")
+    state.whole = False
     state.optimizer.step()
     state.scheduler.step()
-    return metrics
+    return logps, metrics
 
 
-def step_metrics(rollout, reward_funcs, rewards_per_func, config):
-    """What the samples of all processes were like, under TRL's names."""
-    rewards_per_func, lengths = gather(rewards_per_func), gather(rollout.completion_mask.sum(1)).float()
-    rewards = combine_rewards(rewards_per_func, config.reward_weights)                    # (B,)
-    silent = group_stats(rewards, config.num_generations)[1] == 0                         # (P,)
+def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
+    """What the samples were like, under TRL's names."""
+    rewards, mask = combine_rewards(rewards_per_func, config.reward_weights), rollout.completion_mask
     metrics = {
         "reward": rewards.nanmean(), "reward_std": group_stats(rewards, len(rewards))[1],
-        "frac_reward_zero_std": silent.float().mean(), "completions/mean_length": lengths.mean(),
-        "completions/clipped_ratio": 1 - gather(rollout.terminated.float()).mean(),
-        "entropy": all_reduce((rollout.entropies * rollout.completion_mask).sum()) / lengths.sum()}
-    metrics |= {f"rewards/{name_of(f)}/mean": x.nanmean() for f, x in zip(reward_funcs, rewards_per_func.T)}
+        "frac_reward_zero_std": (group_stats(rewards, config.num_generations)[1] == 0).float().mean(),
+        "completions/mean_length": mask.sum() / len(mask),
+        "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),
+        "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens
+        # sampler against scorer: where it is more than rounding, a position, temperature or mask is wrong
+        "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().max()}
+    metrics |= {f"rewards/{f.__name__}/mean": x.nanmean() for f, x in zip(reward_funcs, rewards_per_func.T)}
     return {name: value.item() for name, value in metrics.items()}
-
-
-# With torchrun, each of N processes samples and learns from 1/N of the rows. What concerns the whole batch is
-# put together by gather and all_reduce; without torchrun they change nothing.
-
-def rank_and_world():
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def own_share(rows):
-    """This process's part of the whole batch's rows."""
-    rank, world = rank_and_world()
-    return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
-
-
-def gather(rows):
-    """The rows of all processes, in the order of the batch."""
-    whole = rows.new_zeros(len(rows) * rank_and_world()[1], *rows.shape[1:])
-    own_share(whole).copy_(rows)
-    return all_reduce(whole)
-
-
-def all_reduce(x):
-    """The sum of x over all processes; x itself takes it."""
-    if rank_and_world()[1] > 1:
-        torch.distributed.all_reduce(x)
-    return x
 
 
 # §11 Command line -----------------------------------------------------------------------------------------
@@ -989,12 +882,12 @@ def tiny_model(tokenizer, seed):
         eos_token_id=1, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
-def tiny_problems(seed, held_out=500):
+def tiny_problems(seed):
     """The 6,561 sums of 11 ... 99 without round numbers, in random order: to train on, and held out."""
     numbers = [n for n in range(11, 100) if n % 10 > 0]
     problems = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in numbers for b in numbers]
     numpy.random.default_rng([seed, 1]).shuffle(problems)
-    return problems[held_out:], problems[:held_out]
+    return problems[500:], problems[:500]
 
 
 def teacher_trace(prompt, forgets_carry):
@@ -1007,26 +900,25 @@ def teacher_trace(prompt, forgets_carry):
     return f"<think>{thought}</think>{10 * tens + units % 10}<eos>"
 
 
-def cold_start(model, tokenizer, problems, seed, *, steps=500, rows=64, learning_rate=4e-3):
+def cold_start(model, tokenizer, problems, seed, *, steps=500):
     """Supervised learning from the teacher: minimise the mean of -log π over the tokens of its traces."""
     rng, prompts = numpy.random.default_rng([seed, 2]), [problem["prompt"] for problem in problems]
     traces = [teacher_trace(prompt, rng.random() < 0.9) for prompt in prompts]
     traces = tokenizer(traces, padding=True, return_tensors="pt").to(model.device)
     inputs = (*encode_prompts(tokenizer, prompts, model.device), *traces.values())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    for step in tqdm(range(steps), "cold start", leave=False, disable=rank_and_world()[0] > 0):
-        chosen = rng.choice(len(prompts), rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for step in tqdm(range(steps), "cold start"):
+        chosen = rng.choice(len(prompts), 64)
         batch = [x[chosen] for x in inputs]
         optimizer.zero_grad()
         aggregate(-per_token_logps(model, *batch)[0], batch[-1], loss_type="bnpo").backward()
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1, 2 - 2 * step / steps)    # 1, then to 0
+        optimizer.param_groups[0]["lr"] = 4e-3 * min(1, 2 - 2 * step / steps)    # 1, then to 0
         optimizer.step()
 
 
 def held_out_accuracy(policy, tokenizer, problems):
     """The share of right greedy answers; the first four are shown."""
-    prompts = [problem["prompt"] for problem in problems]
-    solutions = [problem["solution"] for problem in problems]
+    prompts, solutions = zip(*[(problem["prompt"], problem["solution"]) for problem in problems])
     ids, _, logps, _ = generate(
         policy, *encode_prompts(tokenizer, prompts, policy.device), pad_token_id=tokenizer.pad_token_id,
         eos_token_ids=tokenizer.eos_token_id, max_completion_length=TINY["max_completion_length"])
@@ -1038,127 +930,66 @@ def held_out_accuracy(policy, tokenizer, problems):
     return sum(right) / len(right)
 
 
-# What a run reads: a dataset, a model, reward functions.
-
 def load_dataset(path):
-    """JSON Lines: each line an object with "prompt" (a string, or messages) and the same further columns."""
-    rows, taken = [], {"prompts", "completions", "completion_ids"}      # reward functions get them besides
+    """JSON Lines: objects with "prompt" (a text, or messages) and further columns, the same in each line."""
     with open(path, encoding="utf-8-sig") as file:                      # a byte order mark is no data
-        lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    for number, line in lines:
+        lines = {n: line for n, line in enumerate(file, 1) if line.strip()} or {1: "an empty file"}
+    rows = []
+    for n, line in lines.items():
         try:
             rows.append(json.loads(line))
-            prompt = rows[-1]["prompt"]
-            chat = isinstance(prompt, list) and all({"role", "content"} <= set(message) for message in prompt)
-            fits = (prompt and (chat or isinstance(prompt, str)) and type(prompt) is type(rows[0]["prompt"])
-                    and rows[-1].keys() == rows[0].keys() - taken)
-        except (ValueError, TypeError, LookupError):                    # no JSON, no object, no messages
+            fits = {"prompt"} <= rows[0].keys() == rows[-1].keys()
+        except (ValueError, AttributeError):                            # no JSON, no object
             fits = False
         if not fits:
-            raise ValueError(f"dataset: {path}, line {number}: got {line:.80}; allowed is an object with a "
-                             "prompt (text, or messages with role and content) and the columns of the first, "
-                             "none named prompts, completions or completion_ids")
-    if not rows:
-        raise ValueError(f"dataset: got {path}, which is empty; allowed is a file of one line or more")
+            allowed = "an object with prompt and the keys of line 1"
+            raise ValueError(f"dataset: {path}, line {n}: got {line:.80}; allowed is {allowed}")
     return rows
 
 
-def load_model(name, auto_class, device, **options):
-    """A float32 model and its tokenizer, from a folder or the hub; code that comes with it is never run."""
-    import transformers
-    options |= dict(trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, info = getattr(transformers, auto_class).from_pretrained(name, **options)
-    kind, known = str(model.config.architectures), model.get_input_embeddings().num_embeddings
-    if info["missing_keys"] or "Classification" in kind and auto_class == "AutoModelForCausalLM":
-        raise ValueError(f"{name}: got {kind}; allowed is a model trained as {auto_class}")
-    if not is_finite(model):
-        raise ValueError(f"{name}: got weights that are NaN or infinite; allowed is finite numbers")
-    if len(tokenizer) > known:
-        raise ValueError(f"{name}: got a tokenizer of {len(tokenizer)} words; allowed is the model's {known}")
+def load_model(name):
+    """A float32 causal LM and its tokenizer, from a folder or the hub; code that comes with it never runs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return model.to(device), tokenizer
+    return model, tokenizer
 
 
-def is_finite(model):
-    return all(p.isfinite().all() for p in model.parameters())
-
-
-def load_reward_func(name, device):
-    """A reward function: built in, f of a file as my_rewards.py:f, or a sequence-classification model."""
-    built_in = {"accuracy": accuracy_reward, "think_format": think_format_reward}
+def load_reward_func(name):
+    """A reward function: built in, or f of a file of the user's as my_rewards.py:f."""
+    functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
-    if name in built_in:
-        return built_in[name]
     if path.endswith(".py") and os.path.isfile(path):
         folder, file = os.path.split(os.path.abspath(path))
         sys.path.insert(0, folder)                                      # it may import its neighbours
-        try:
-            module = importlib.import_module(file.removesuffix(".py"))
-        except Exception:
-            sys.excepthook(*sys.exc_info())                             # where in the user's file it happened
-            raise
-        if getattr(module, "__file__", None) != os.path.join(folder, file):
-            raise ValueError(f"reward_funcs: got {path}; allowed is a name that is not taken by {module}")
-        if callable(getattr(module, function, None)):
-            return getattr(module, function)
-    if path or "/" not in name and not os.path.isdir(name):
-        raise ValueError(f"reward_funcs: got {name}; allowed is accuracy, think_format, file.py:function or "
-                         "the folder or hub name of a sequence-classification model")
-    from transformers import pipeline
-    model, tokenizer = load_model(name, "AutoModelForSequenceClassification", device, num_labels=1)
-    judge = pipeline("text-classification", model, tokenizer=tokenizer, device=device)
-
-    def reward(prompts, completions, **kwargs):
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
-        chat = not isinstance(texts[0], str)
-        if chat:
-            texts = tokenizer.apply_chat_template(texts, tokenize=False)
-        answers = judge(texts, function_to_apply="none", add_special_tokens=not chat)     # as encode_prompts
-        return [answer["score"] for answer in answers]
-
-    reward.__name__ = os.path.basename(os.path.normpath(name))
-    return reward
+        functions[name] = getattr(importlib.import_module(file.removesuffix(".py")), function, None)
+    if functions.get(name) is None:
+        raise InputError(f"reward_funcs: got {name}; allowed is accuracy, think_format or file.py:function")
+    return functions[name]
 
 
-# What a run leaves behind, and can go on from.
-
-FREE_ON_RESUME = ("output_dir", "save_steps", "per_device_train_batch_size")
-
-
-def save_checkpoint(policy, tokenizer, state, saved, folder):
+def save_checkpoint(policy, tokenizer, state, folder):
     """Write folder/checkpoint, in Hugging Face format; the old one goes when the new one is whole."""
-    if not is_finite(policy):
+    if not all(p.isfinite().all() for p in policy.parameters()):
         raise FloatingPointError(f"the weights after step {state.step} are not finite; they are not saved")
-    target = os.path.realpath(os.path.join(folder, "checkpoint"))       # it may be a symbolic link
-    new, old = target + ".new", target + ".old"
-    parts = {name: part.state_dict() for name, part in vars(state).items() if hasattr(part, "state_dict")}
+    target, new, old = (f"{folder}/checkpoint{suffix}" for suffix in ("", ".new", ".old"))
+    saved = {"step": state.step, "optimizer": state.optimizer.state_dict(),
+             "reference": state.reference and state.reference.state_dict()}
     try:
-        shutil.rmtree(new, ignore_errors=True)
         policy.save_pretrained(new)
         tokenizer.save_pretrained(new)
-        torch.save(saved | parts | {"step": state.step}, os.path.join(new, "trainer_state.pt"))
-    except Exception as error:                                          # a full disk has many names
-        shutil.rmtree(new, ignore_errors=True)
-        raise InputError(f"output_dir: cannot write {new} ({error}); the last checkpoint stays") from error
-    if os.path.isdir(target):
+        shutil.copy(f"{folder}/metrics.jsonl", new)
+        torch.save(saved, f"{new}/trainer_state.pt")
+        if os.path.isdir(target):
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        os.rename(new, target)
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
-    os.rename(new, target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def load_state(folder, job):
-    """What save_checkpoint wrote, from a run whose options were those of this job. It is only data."""
-    folder = os.path.realpath(folder)                                   # as in save_checkpoint
-    if os.path.isdir(folder + ".old") and not os.path.isdir(folder):    # a kill came between two renames
-        folder += ".old"
-    saved = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
-    changed = [f"{name} = {job[name]} (was {was})" for name, was in saved["job"].items() if job[name] != was]
-    if changed:
-        raise ValueError(f"resume_from_checkpoint: got {', '.join(changed)}; allowed to change is "
-                         f"{', '.join(FREE_ON_RESUME)}")
-    return saved | {"folder": folder}
+    except Exception as error:                                          # a full disk has many names
+        raise InputError(f"output_dir: cannot write {new} ({error}); the last checkpoint stays") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)                          # after an error or Ctrl-C
 
 
 def make_output_dir(folder, checkpoint):
@@ -1172,19 +1003,18 @@ def make_output_dir(folder, checkpoint):
     return folder
 
 
-def plot_curve(lines, path):
-    """Draw over the steps: right answers (or the reward), entropy, groups that teach nothing."""
+def plot_curve(metrics, path):
+    """Draw over the steps of a metrics.jsonl: each reward, the entropy, the share of silent groups."""
     from matplotlib.figure import Figure
-    accuracy = "rewards/accuracy_reward/mean" if "rewards/accuracy_reward/mean" in lines[0] else "reward"
-    figure = Figure(figsize=(11, 3), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 3), (accuracy, "entropy", "frac_reward_zero_std")):
+    with open(metrics) as file:
+        lines = [json.loads(line) for line in file]
+    names = [name for name in lines[0] if name.startswith("rewards/")] + ["entropy", "frac_reward_zero_std"]
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names)), names):
         axes.plot([line["step"] for line in lines], [line[name] for line in lines])
         axes.set(title=name, xlabel="step")
-    figure.savefig(path + ".new", dpi=100, format="png")
-    os.replace(path + ".new", path)
+    figure.savefig(path)
 
-
-# From the flags to the run.
 
 def parse_options(argv):
     """The options of a run, and its GRPOConfig."""
@@ -1192,17 +1022,15 @@ def parse_options(argv):
     parser = HfArgumentParser(GRPOConfig, prog="grpo.py", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
-    parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"],
-                        help="accuracy, think_format, file.py:function, or a sequence-classification model")
+    built_in = ["accuracy", "think_format"]
+    parser.add_argument("--reward_funcs", nargs="+", default=built_in, help=f"{built_in} or file.py:function")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     options, _ = parser.parse_known_args(argv)
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
-    try:
-        config, options = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    except ValueError as error:
-        parser.error(error)
+    options = parser.parse_args(argv)
+    config = GRPOConfig(**{name: getattr(options, name) for name in GRPOConfig.__dataclass_fields__})
     if (options.model == "tiny") == (options.dataset is not None):
         parser.error("dataset: allowed is --model tiny without it, or --model NAME --dataset FILE.jsonl")
     if len(config.reward_weights or options.reward_funcs) != len(options.reward_funcs):
@@ -1210,126 +1038,67 @@ def parse_options(argv):
     return options, config
 
 
-@contextlib.contextmanager
-def noted_signals():
-    """A list of the Ctrl-C, SIGTERM and SIGHUP that came, for the step in hand to end; a second kills."""
-    noted, before = [], {}
-
-    def note(number, frame):
-        noted.append(number)
-        for number in before:
-            signal.signal(number, signal.SIG_DFL)                       # which ends the process
-        with contextlib.suppress(OSError):                              # the terminal may be gone
-            os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once\n")
-
-    def hold():
-        signal.pthread_sigmask(signal.SIG_BLOCK, before)
-
-    def release():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        release()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:              # as nohup has it
-            before[number] = signal.signal(number, note)
-    # What a reward function forks must end by these signals, also by one that comes while it is forked.
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
-    try:
-        yield noted
-    finally:
-        restore()
-
-
 def run(options, config, argv):
-    """The job of a command line, from what the user gave to the last line of output; the exit code."""
-    tiny, cuda, (rank, world) = options.model == "tiny", torch.cuda.is_available(), rank_and_world()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
-    if cuda:
-        torch.cuda.set_device(device)                                   # where Triton's kernels run
+    """The job of a command line, from what the user gave to the last line of output."""
+    tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
     if tiny:
         torch.set_num_threads(1)                                        # several would wait for each other
-    if world > 1:
-        torch.distributed.init_process_group("nccl" if cuda else "gloo")
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")                              # one process speaks
-    job = {name: value for name, value in asdict(config).items() if name not in FREE_ON_RESUME}
-    job |= {"model": options.model, "dataset": options.dataset, "reward_funcs": options.reward_funcs}
-    checkpoint, saved = options.resume_from_checkpoint, {"job": job, "lines": []}
+    reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     try:
         dataset, held_out = tiny_problems(config.seed) if tiny else (load_dataset(options.dataset), [])
         if "accuracy" in options.reward_funcs and "solution" not in dataset[0]:
             raise ValueError("dataset: allowed with the reward accuracy is one with a column named solution")
-        reward_funcs = [load_reward_func(name, device) for name in options.reward_funcs]
         if checkpoint:
-            saved = load_state(checkpoint, job)
-            policy, tokenizer = load_model(saved["folder"], "AutoModelForCausalLM", device)
+            if not os.path.isdir(checkpoint):
+                checkpoint = os.path.abspath(checkpoint) + ".old"       # a kill came between the two renames
+            saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
+            policy, tokenizer = load_model(checkpoint)
         elif tiny:
             tokenizer = tiny_tokenizer()
-            policy = tiny_model(tokenizer, config.seed).to(device)
+            policy = tiny_model(tokenizer, config.seed)
         else:
-            policy, tokenizer = load_model(options.model, "AutoModelForCausalLM", device)
-        if not isinstance(dataset[0]["prompt"], str):
-            for row in dataset:                                         # a chat template may refuse messages
-                encode_prompts(tokenizer, [row["prompt"]], "cpu")
-        folder = make_output_dir(config.output_dir, checkpoint) if rank == 0 else None
+            policy, tokenizer = load_model(options.model)
+        folder = make_output_dir(config.output_dir, checkpoint)
     except Exception as error:                                          # what a reader says of its file
         raise InputError(error) from error
-    if tiny and not checkpoint:
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    if checkpoint:
+        shutil.copy(f"{checkpoint}/metrics.jsonl", folder)
+    elif tiny:
         cold_start(policy, tokenizer, dataset, config.seed)
+    if tiny:
         print("before GRPO:")
-        saved["before"] = held_out_accuracy(policy, tokenizer, held_out)
-    if world > 1:
-        for p in policy.parameters():
-            torch.distributed.broadcast(p.data, 0)
-    state = initial_state(policy, config)
-    for name in {"optimizer", "scheduler", "reference"} & saved.keys():
-        getattr(state, name).load_state_dict(saved.pop(name))           # else it stays in memory
-    state.step = saved.get("step", 0)
+        before = held_out_accuracy(policy, tokenizer, held_out)
+    state = initial_state(policy, config, saved)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-    stopped = follow(steps, policy, tokenizer, state, config, saved, folder, argv)
-    if rank == 0:
-        plot_curve(saved["lines"], os.path.join(folder, "curve.png"))
-        print(f"metrics.jsonl, curve.png and checkpoint are in {folder}")
-    if tiny and not stopped:
+    try:
+        log_and_save(steps, policy, tokenizer, state, config, folder)
+    finally:
+        if state.step < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
+            again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
+            print(f"stopped in step {state.step + 1}; to go on: {shlex.join(again)}")
+    plot_curve(f"{folder}/metrics.jsonl", f"{folder}/curve.png")
+    print(f"metrics.jsonl, curve.png and checkpoint are in {folder}")
+    if tiny:
         print("after GRPO:")
         after = held_out_accuracy(policy, tokenizer, held_out)
-        print(f"held-out accuracy: {saved['before']:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
-    if world > 1:
-        torch.distributed.destroy_process_group()
-    return 128 + stopped if stopped else 0
+        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
 
 
-def follow(steps, policy, tokenizer, state, config, saved, folder, argv):
-    """Show, log and save the steps of train to the end, or until a signal, which is returned."""
-    last, path = state.step, os.path.join(folder, "metrics.jsonl") if folder else os.devnull
-    bar = tqdm(steps, "GRPO", initial=last, total=config.max_steps, disable=not folder)
-    with noted_signals() as noted, open(path, "w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in saved["lines"])
-        try:
-            for state, _, metrics in bar:
-                saved["lines"].append({name: None if math.isnan(x) else x for name, x in metrics.items()})
-                print(json.dumps(saved["lines"][-1]), file=file, flush=True)
-                bar.set_postfix(reward=metrics["reward"], entropy=metrics["entropy"])
-                stop = all_reduce(torch.tensor(len(noted), device=policy.device)) > 0      # all at one step
-                if folder and (state.step % config.save_steps == 0 or config.num_iterations > 1):
-                    save_checkpoint(policy, tokenizer, state, saved, folder)
-                    last = state.step
-                if stop:
-                    return noted[0] if noted else signal.SIGTERM
-        finally:                                                        # also where an error ends the run
-            if folder and not saved["lines"]:
-                os.remove(path)                                         # the folder may be taken again
-            try:
-                if folder and state.step > last:
-                    save_checkpoint(policy, tokenizer, state, saved, folder)
-            finally:
-                if state.step < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
-                    again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
-                    print(f"stopped after step {state.step}; to go on: {shlex.join(again)}")
+def log_and_save(steps, policy, tokenizer, state, config, folder):
+    """Show and log each step of train; save some, and the last, also where an error or Ctrl-C comes."""
+    bar = tqdm(steps, "GRPO", initial=state.step, total=config.max_steps)
+    try:
+        for _, _, metrics in bar:
+            with open(f"{folder}/metrics.jsonl", "a") as file:
+                file.write(json.dumps({k: None if math.isnan(x) else x for k, x in metrics.items()}) + "\n")
+            state.whole = True
+            bar.set_postfix(reward=metrics["reward"])
+            if state.step % config.save_steps == 0 and state.step < config.max_steps:
+                save_checkpoint(policy, tokenizer, state, folder)
+    finally:
+        if state.whole and state.step > 0:
+            save_checkpoint(policy, tokenizer, state, folder)
 
 
 def main(argv=None):
@@ -1338,10 +1107,13 @@ def main(argv=None):
     logging.disable_progress_bar()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return run(*parse_options(argv), argv)
+        run(*parse_options(argv), argv)
     except InputError as error:
         print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

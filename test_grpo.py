@@ -210,21 +210,19 @@ def by_rows(name, inputs, twin, equation, *choices, constants=""):
 
 # §1 Rewards ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("reward, pairs", [
+ANSWERS = [  # reward, pairs of answer and solution
     (1.0, [("42", "42"), ("<think>41</think>42", "42")]), (0.0, [("43", "42"), ("<think>42</think>41", "42")]),
-    more(1.0, [("1,000", "1000"), ("1000.0", "1,000"), ("-7", "-7"), ("1/2", "0.5"), ("+3", "3"), ("1,000/2", "500"),
-               ("B 1\t\r\n", "B 1"), ("B", " B"), (".5", "1/2"), ("5.", "5"), ("5", 5), ("9" * 999, "9" * 997 + "99."),
-               ("It is 42.", "42"), (r"\boxed{1,000}", "1000"), (r"= $\frac12$", "0.5"), ("$x+1$", "$1+x$"),
-               (r"\boxed{\frac{2}{4}}", r"\frac12"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), (r"$\frac12$", r"\[\frac12\]"),
-               (r"= \(\frac12\)", r"\(\frac12\)"), ("a</think>1</think>2", "2"), ("B", "B"), (r"\boxed{Oslo}", "Oslo"),
-               (r"\boxed{2x+3}", "3+2x"), ("x^2-1", "$(x-1)(x+1)$"), (r"\boxed{1}\boxed{\text{on}}", r"\boxed{on}"),
-               (r"\boxed{\frac{2}{4}}" + " 1" * 999, "0.5"), (r"\boxed{\frac{\sqrt9}{4}}", "3/4"), ("(1,2)", "(1, 2)"),
-               ("**7**", "7"), ("0.00001", 1e-5), ("6.02e100", "6.02e+100"), ("- 7", "-7"), (r"\dfrac34", "0.75")]),
-    more(0.0, [("-7", "7"), ("0.3333", "1/3"), ("0.1", "0.10000000000000000001"), ("", "42"), ("1/0", "1"), (".", "0"),
-               ("12,34", "1234"), ("1234,567", "1234567"), (r"$\sqrt{3}$", r"2\sqrt{3}"), ("9" * 5000, "42"),
-               ("on", "no"), ("forty-two", "42"), (r"\boxed{Lyon}", "Paris"), ("42", "no number"), ("2", "2x+3"),
-               ("5x", "5"), (r"3\pi", "3"), ("Рим 7", "Киев 7"), ("1", 1e-5), ("- 7", "7"), (r"\boxed{1} 2", "2")]),
-    more(None, [("42", ""), ("42", " "), ("", ""), ("None", None)])])
+    more(1.0, [("1,000", "1000"), ("1000.0", "1,000"), ("-7", "-7.0"), ("+3", "3"), ("B 1\t\r\n", "B 1"), ("B", " B"),
+               ("5.", "5"), (".5", "0.50"), ("5", 5), ("9" * 999, "9" * 997 + "99."), ("a</think>1</think>2", "2"),
+               (r"= \boxed{1,000}.", "1000"), (r"\boxed{Oslo}", "Oslo"), (r"\boxed{1}\boxed{2}", "2"), ("1e-5", 1e-5),
+               (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("7", r"So it is \boxed{7}.")]),
+    more(0.0, [("-7", "7"), ("0.1", "0.10000000000000000001"), ("", "42"), (".", "0"), ("12,34", "1234"), ("0,5", "5"),
+               ("1234,567", "1234567"), ("9" * 5000, "42"), ("on", "no"), ("2x", "2"), (r"\boxed{1} 2", "2"), ("1", 1e-5),
+               ("nan", "NaN"), ("sNaN", "1"), ("inf", "Infinity"), ("1e999999999", "2e999999999"), (r"\boxed{2", "2")]),
+    more(None, [("42", ""), ("42", " "), ("", ""), ("None", None)])]
+
+
+@pytest.mark.parametrize("reward, pairs", ANSWERS)
 def test_accuracy(reward, pairs):
     answers, solutions = zip(*pairs)
     assert grpo.accuracy_reward(list(answers), list(solutions)) == [reward] * len(pairs)
@@ -232,25 +230,8 @@ def test_accuracy(reward, pairs):
         turns = [{"role": "user", "content": "42"}, {"role": "assistant", "content": "?"}]
         chats = [[*turns, {"role": "assistant", "content": answer}] for answer in answers]
         assert grpo.accuracy_reward(completions=chats, solution=solutions, prompts=chats) == [reward] * len(pairs)
-
-
-@own_only
-def test_accuracy_is_bounded_and_works_in_a_thread(monkeypatch):
-    import math_verify
-    with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
-        assert pool.submit(grpo.accuracy_reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
-    parse, verify = mock.Mock(wraps=math_verify.parse), mock.Mock(wraps=math_verify.verify)
-    monkeypatch.setattr(math_verify, "parse", parse)
-    monkeypatch.setattr(math_verify, "verify", verify)
-    answers = ["I do not know", "", r"\frac{a}{b}", "<think>7</think>x", "-1,000"]
-    assert grpo.accuracy_reward(answers, ["-1,000"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert not parse.called                         # without a digit, an answer needs no parser
-    hostile = ["1" * 100_000, "$" + "{" * 100_000, "(" * 100_000, "\\boxed{" * 15_000, "1,234" * 20_000,
-               "</think>" * 12_000, " " * 100_000 + "x", "1/" * 50_000]
-    assert not any(grpo.accuracy_reward(hostile, ["7"] * len(hostile)))
-    assert grpo.accuracy_reward(["x" * 10_000 + r"$\frac{2}{4}$"], [r"\frac12"]) == [1.0] and verify.called
-    for call in parse.call_args_list + verify.call_args_list:
-        assert [0 < seconds <= 5 for seconds in call.kwargs.values()] == [True] and len(str(call.args[0])) <= 1002
+        hostile = ["1" * 10**5, "\\boxed{" * 15_000, "1,234" * 20_000, "\\boxed{" + "{" * 10**5, "</think>" * 12_000]
+        assert not any(grpo.accuracy_reward(hostile, ["7"] * len(hostile)))
 
 
 @pytest.mark.parametrize("reward, texts", [
@@ -625,10 +606,13 @@ def test_any_split_gives_the_whole_value_and_gradient(loss_type, batch, size):
     tensors = batch["logps"].requires_grad_(), batch["A"], batch.mask, batch["old"], batch["ref"]
     options = dict(loss_type=loss_type, beta=0.1, max_completion_length=7, num_items_in_batch=sum(batch.lengths),
                    num_rows_in_batch=len(batch.lengths))
-    loss = lambda x, A, mask, old, ref: grpo.grpo_loss(x, A, mask, old_logps=old, ref_logps=ref, **options)[0]
-    whole, parts = loss(*tensors), sum(map(loss, *[x.split(size) for x in tensors]))
+    run = lambda x, A, mask, old, ref: grpo.grpo_loss(x, A, mask, old_logps=old, ref_logps=ref, **options)
+    losses, metrics = zip(*map(run, *[x.split(size) for x in tensors]))
+    (whole, want), parts = run(*tensors), sum(losses)
     expect(parts, whole, "the sum over the parts is the whole", lengths=batch.lengths, rows_of_a_part=size)
     expect(gradient(parts, tensors[0]), gradient(whole, tensors[0]), "and so is the sum of their gradients")
+    for name in want if grpo.strict else ():
+        assert math.fsum(part[name] for part in metrics) == pytest.approx(want[name], abs=1e-6)
 
 
 # §8 The loss ---------------------------------------------------------------------------------------------------------
@@ -664,8 +648,6 @@ def twin_loss(batch, old="old", corrected=False, **options):
     clipped_low = map_rows(lambda r, A: float(r < low and A < 0), ratio, rows["A"])
     clipped_high = map_rows(lambda r, A: float(r > high and A > 0), ratio, rows["A"])
     metrics = dict(low=clipped_low, high=clipped_high, region=map_rows(max, clipped_low, clipped_high))
-    if o["importance_sampling_level"] == "sequence":                    # a row counts once
-        metrics = {side: [[max(row, default=0.0)] for row in x] for side, x in metrics.items()}
     metrics = {f"clip_ratio/{side}_mean": x for side, x in metrics.items()} | dict(kl=kl, entropy=rows["entropies"])
     return twin_aggregate(loss, o["loss_type"], 7), {name: twin_aggregate(x, "bnpo") for name, x in metrics.items()}
 
@@ -785,14 +767,11 @@ def test_any_wrong_shape_is_a_value_error_that_names_an_argument(call):
 
 
 WRONG = {  # the argument that the message must name, and the calls
-    "solution": "accuracy_reward(['1', '2'], ['1'])",
-    "soft_punish_cache": "get_soft_overlong_punishment(5, 6); get_soft_overlong_punishment(5, -1)",
     "reward_weights": "combine_rewards(X, [1.0, 2.0])", "rewards": "group_stats([1.0, 2.0], 2); group_stats(X, 2)",
     "num_generations": "group_stats(R, 3); group_stats(R, 1); group_stats(R, 0); group_stats(R, 2, correction=2);"
                        "group_advantages(R, 3); leave_one_out_advantages(R, 1); process_advantages(X, I, M, 3)",
-    "scale_rewards": "group_advantages(R, 2, scale_rewards='std')", "rewards_per_func": "combine_rewards(R[0])",
     "step_ends": "process_advantages(X, I + 3, M, 2); process_advantages(X, I - 1, M, 2)",
-    "completion_ids": "completion_mask([[1]], 1); completion_mask(I[0], 1)",
+    "scale_rewards": "group_advantages(R, 2, scale_rewards='std')", "rewards_per_func": "combine_rewards(R[0])",
     "prompt_mask": "per_token_logps(None, I[1:], M[1:], I[1:], M[1:]); per_token_logps(None, I[:, :0], M[:, :0], I, M)",
     "importance_sampling_level": "grpo_loss(X, R, M, importance_sampling_level='word')",
     "estimator": "kl_estimate(X, X, estimator='k4'); grpo_loss(X, R, M, ref_logps=X, kl_estimator='k4')",
@@ -931,10 +910,10 @@ def of_grpo_alone(request):
 
 
 def chat_tokenizer():
-    """The tiny task's tokenizer, with a chat template that knows no judge."""
+    """The tiny task's tokenizer, with a chat template."""
     tokenizer = grpo.tiny_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judge') }}"
-                               "{% endif %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}")
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")
     return tokenizer
 
 
@@ -1064,7 +1043,7 @@ def share_of_the_rate(c, update):
     return {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}[c.lr_scheduler_type]
 
 
-WORDS = """beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl top_entropy_quantile
+WORDS = """beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl
     max_completion_length""".split()                                # that mean in the loss what they mean in the config
 
 
@@ -1091,16 +1070,13 @@ def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, **options):
         weights = c.reward_weights or [1.0] * len(reward_funcs)
         rewards = [sum(w * x for w, x in zip(weights, row)) for row in zip(*by_func, strict=True)]
         advantages = grpo.group_advantages(torch.tensor(rewards), G, scale_rewards=c.scale_rewards)
-        part = c.per_device_train_batch_size if c.loss_type == "bnpo" else B                # bnpo: a mean over parts
         for _ in range(c.num_iterations):
-            logps, loss = score(twin, *sampled)[0], 0.0
-            for rows in torch.arange(B).split(part):
-                of_rows, found = grpo.grpo_loss(
-                    logps[rows], advantages[rows], (mask * (ended[:, None] | (not c.mask_truncated_completions)))[rows],
-                    old_logps=old[rows], ref_logps=ref[rows] if c.beta > 0 else None, entropies=entropies[rows],
-                    epsilon_low=c.epsilon, epsilon_high=c.epsilon if c.epsilon_high is None else c.epsilon_high,
-                    **{word: getattr(c, word) for word in WORDS})
-                loss += of_rows * len(rows) / B
+            logps = score(twin, *sampled)[0]
+            loss, found = grpo.grpo_loss(
+                logps, advantages, mask * (ended[:, None] | (not c.mask_truncated_completions)), old_logps=old,
+                ref_logps=ref if c.beta > 0 else None, epsilon_low=c.epsilon,
+                epsilon_high=c.epsilon if c.epsilon_high is None else c.epsilon_high,
+                **{word: getattr(c, word) for word in WORDS})
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), c.max_grad_norm).item()
@@ -1111,7 +1087,7 @@ def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, **options):
                 "reward": statistics.mean(rewards), "reward_std": statistics.stdev(rewards),
                 "frac_reward_zero_std": statistics.mean(silent), "entropy": (entropies * mask).sum() / mask.sum(),
                 "completions/mean_length": mask.sum() / B, "completions/clipped_ratio": 1 - ended.sum() / B,
-                **{name: x for name, x in found.items() if name != "entropy"},
+                **found, "sampling/sampling_logp_difference/max": 0.0,
                 **{f"rewards/{f.__name__}/mean": statistics.mean(x) for f, x in zip(reward_funcs, by_func)}}
         want = {name: float(x) for name, x in want.items()} | {"step_time": metrics["step_time"]}
         assert metrics == pytest.approx(want, rel=1e-4, abs=1e-6)
@@ -1129,11 +1105,10 @@ OPTIONS = [  # field, a value that is not its default, and the options that let 
     ("max_steps", 3, {}), ("max_grad_norm", 0.02, dict(max_steps=3)), ("num_generations", 2, {}),
     ("generation_batch_size", 12, {}), ("num_iterations", 3, {}), ("reward_weights", [2.0, -1.0], {}),
     ("max_completion_length", 7, dict(loss_type="dr_grpo")), ("temperature", 0.7, REFRESHED | MU),
-    ("loss_type", "grpo", {}), ("loss_type", "dr_grpo", {}), ("loss_type", "bnpo", dict(per_device_train_batch_size=3)),
+    ("loss_type", "grpo", {}), ("loss_type", "dr_grpo", {}), ("beta", 0.1, {}),
     ("policy_loss", "cispo", MU | dict(epsilon_high=5.0)), ("policy_loss", "sapo", MU), ("epsilon", 0.1, MU),
     ("importance_sampling_level", "sequence", MU), ("epsilon_high", 0.3, MU), ("delta", 1.02, MU),
     ("use_bias_correction_kl", False, MU | REFRESHED), ("scale_rewards", "batch", {}), ("scale_rewards", "none", {}),
-    ("top_entropy_quantile", 0.3, dict(loss_type="grpo", per_device_train_batch_size=3)), ("beta", 0.1, {}),
     ("mask_truncated_completions", True, {}), ("sync_ref_model", True, REFRESHED | dict(ref_model_sync_steps=2)),
     ("ref_model_sync_steps", 3, REFRESHED | dict(sync_ref_model=True))]
 
@@ -1143,7 +1118,7 @@ def test_each_option_does_what_its_word_says(field, value, others):
     options = others | {field: value}
     assert_run_by_hand(**options)
     default = SMALL.get(field, getattr(grpo.GRPOConfig(), field))
-    with pytest.raises(AssertionError):                             # or the run does not show the option at all
+    with pytest.raises((AssertionError, ValueError)):               # or the run does not show the option at all
         assert_run_by_hand(**options, instead={field: default})
 
 
@@ -1154,16 +1129,48 @@ def test_train_is_algorithm_1():
 
 @pytest.mark.parametrize("options", [
     dict(num_iterations=2), dict(num_iterations=2, importance_sampling_level="sequence", loss_type="grpo"),
-    dict(loss_type="dr_grpo"), dict(loss_type="bnpo")], ids=str)
+    dict(loss_type="dr_grpo")], ids=str)
 def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(options):
-    """Parts are a memory knob. bnpo divides by the tokens of its part, and so needs all rows, as the KL does."""
-    mu = options.get("num_iterations", 1)
+    """Parts are a memory knob. π_old takes no pass of its own: it is what the first update scores."""
     for weight, beta, part, rows in ((1, 0, 8, 4), (1, 0, 3, 4), (1, 0.1, 3, 8), (0, 0, 8, 0), (0, 0.1, 8, 8)):
         _, passes = assert_run_by_hand([by_row], per_device_train_batch_size=part, beta=beta,
                                        reward_weights=[float(weight)], **options)
-        rows = 8 if options.get("loss_type") == "bnpo" else rows
-        scored = mu + (mu > 1) + (beta > 0)                         # for each update, for π_old, for π_ref
+        scored = options.get("num_iterations", 1) + (beta > 0)      # for each update, for π_ref
         assert passes == [min(part, rows - i) for i in range(0, rows, part)] * scored
+
+
+def test_the_sampler_is_compared_with_the_scorer(monkeypatch):
+    """In the rows that learn, before the first update changes the weights."""
+    generate, moved = grpo.generate, torch.zeros(8, 1)
+
+    def shifted(*args, **options):
+        ids, mask, logps, entropies = generate(*args, **options)
+        return ids, mask, (logps - moved) * mask, entropies
+
+    monkeypatch.setattr(grpo.module, "generate", shifted)
+    for row, shift, difference in ((0, 0.5, 0.5), (1, -0.25, 0.25), (3, 0.5, 0.0)):     # A = 0 in row 3
+        moved = torch.zeros(8, 1)
+        moved[row] = shift
+        for _, _, metrics in steps_of(make_model("Llama"), num_iterations=2, per_device_train_batch_size=3):
+            found = metrics["sampling/sampling_logp_difference/max"]
+            assert found == pytest.approx(difference, abs=1e-5)
+
+
+def test_top_entropies_are_three_lines_of_the_users():
+    """The advantages of all other tokens are 0; the quantile is that of the whole batch, not of a part."""
+    def keep_top_entropy(rewards_per_func, rollout, config):
+        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        return advantages * grpo.top_entropy_mask(rollout.entropies, rollout.completion_mask, 0.3)
+
+    policy = make_model("Llama").double()
+    twin, options = copy.deepcopy(policy), dict(loss_type="grpo", per_device_train_batch_size=3)
+    (_, r, metrics), = steps_of(policy, train={"compute_advantages": keep_top_entropy}, **options)
+    logps, entropies = grpo.per_token_logps(twin, *r[2:6], compute_entropy=True)
+    rewards = torch.tensor(by_row(range(8)))
+    grpo.grpo_loss(logps, grpo.group_advantages(rewards, 4), r.completion_mask, loss_type="grpo", entropies=entropies,
+                   top_entropy_quantile=0.3)[0].backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), math.inf)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
@@ -1180,7 +1187,6 @@ def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss(mask
     rollout, passes = assert_run_by_hand(mask_truncated_completions=masked, beta=0.1)
     learn = rollout.terminated | (not masked)
     assert 0 < rollout.terminated.sum() < 8 and passes == [learn.sum()] * 2
-    assert torch.equal(rollout.loss_mask, rollout.completion_mask * learn[:, None])
 
 
 def test_samples_and_prompts_are_keyed_by_seed_and_step(monkeypatch):
@@ -1212,7 +1218,7 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
         "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0)}           # the cap is TRL's advice
     trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None,
                loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8,
-               max_completion_length=512, temperature=1.0, mask_truncated_completions=False, top_entropy_quantile=1.0,
+               max_completion_length=512, temperature=1.0, mask_truncated_completions=False,
                sync_ref_model=False, ref_model_sync_steps=512, use_bias_correction_kl=True, max_grad_norm=1.0,
                lr_scheduler_type="linear", weight_decay=0.0, warmup_steps=0)
     default = grpo.GRPOConfig()
@@ -1232,9 +1238,9 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
         seen.update(kwargs)
         return by_row(**kwargs)
 
-    (_, r, m), = steps_of(make_model("Llama"), [functools.partial(look)])
+    (_, r, m), = steps_of(make_model("Llama"), [look])
     tokenizer, problems = grpo.tiny_tokenizer(), {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
-    assert sorted(seen) == ["completion_ids", "completions", "prompts", "solution"] and "rewards/partial/mean" in m
+    assert sorted(seen) == ["completion_ids", "completions", "prompts", "solution"] and "rewards/look/mean" in m
     assert [text.replace("<pad>", "") for text in tokenizer.batch_decode(r.prompt_ids)] == seen["prompts"]
     assert seen["prompts"] == [p for p in seen["prompts"][::4] for _ in range(4)] and len(set(seen["prompts"])) == 2
     assert seen["solution"] == [problems[p] for p in seen["prompts"]]
@@ -1253,7 +1259,7 @@ def test_every_eos_id_ends_a_completion():
 
 
 def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
-    before, options = [], dict(beta=0.1, top_entropy_quantile=0.5, mask_truncated_completions=True)
+    before, options = [], dict(beta=0.1, mask_truncated_completions=True)
 
     def threefold(rewards_per_func, rollout, config):
         before.extend(copy.deepcopy(rollout))
@@ -1266,8 +1272,11 @@ def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     with pytest.raises(AttributeError):
         after.logps = None
-    with pytest.raises(ValueError, match="advantages: got"):        # not yet one for each token
-        list(steps_of(make_model("Llama"), train={"compute_advantages": lambda rewards, *rest: rewards[:, 0]}))
+    answers = lambda *args: grpo.outcome_advantages(*args)[:, 0]    # one for each answer will do
+    (_, _, of_answers), = steps_of(make_model("Llama"), train={"compute_advantages": answers}, **options)
+    assert of_answers == once | {"step_time": of_answers["step_time"]}
+    with pytest.raises(ValueError, match="advantages: got"):
+        list(steps_of(make_model("Llama"), train={"compute_advantages": lambda rewards, *rest: rewards[:, :1].T}))
 
 
 @pytest.fixture(scope="module")
@@ -1276,25 +1285,25 @@ def rollout():
     return rollout
 
 
-@pytest.mark.parametrize("result", [
-    [1.0], [1.0] * 9, ["a"] * 8, "11111111", dict.fromkeys(range(8), 1.0), None, 3.0, [inf] * 8, [10**400, None] * 4,
-    [[1.0]] * 8], ids=lambda result: repr(result)[:30])
-def test_a_reward_function_that_returns_nonsense_is_named(result, rollout):
+@pytest.mark.parametrize("result", [[1.0], [1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]], ids=str)
+def test_rewards_of_wrong_number_or_not_finite_are_named(result, rollout):
     with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is "):
         grpo.compute_rewards([by_row, lambda **kwargs: result], rollout)
 
 
-def test_no_reward_is_nan_and_is_said_once(rollout):
-    silent = lambda **kwargs: [None] * 8
-    partly = lambda **kwargs: torch.tensor([nan, *range(7)])        # a tensor will do
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            rewards = grpo.compute_rewards([silent, partly], rollout)
-        said = sorted(str(warning.message) for warning in caught)
-        grpo.compute_rewards([partly, by_row], rollout)             # each row has a reward, each function gave one
-    assert rewards.isnan().tolist() == [[True, True]] + [[True, False]] * 7 and len(said) == len(caught) == 2
-    assert "no reward function scored" in said[0] and "reward function <lambda> gave None" in said[1]
+def test_no_reward_is_nan_and_teaches_nothing(rollout):
+    silent, partly = lambda **kwargs: [None] * 8, lambda **kwargs: (None, True, *torch.arange(6))   # numbers of any type
+    rewards = grpo.compute_rewards([silent, partly], rollout)
+    assert rewards.isnan().tolist() == [[True, True]] + [[True, False]] * 7
+    assert rewards[1:, 1].tolist() == [1, 0, 1, 2, 3, 4, 5] and rewards.dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (dict(num_generations=1), "generation_batch_size"), (dict(beta=-1), "beta"),
+    (dict(generation_batch_size=63), "generation_batch_size"), (dict(temperature=nan), "temperature")], ids=str)
+def test_a_config_is_checked(wrong, said):
+    with pytest.raises(ValueError, match=f"{said}: got .*; allowed is "):
+        grpo.GRPOConfig(**wrong)
 
 
 # §11 Command line ----------------------------------------------------------------------------------------------------
@@ -1302,29 +1311,25 @@ def test_no_reward_is_nan_and_is_said_once(rollout):
 REWARDS = '''
 import json, os, signal, time
 from pathlib import Path
-calls = []
+calls, answer = [], None
 
 def length(prompts, completions, completion_ids, solution, **kwargs):
     """A reward for every row but those with word 11; first it does, once, what a test has planned for this call."""
     calls.append([prompts, completions])
     plan = Path(__file__).with_name(f"plan{len(calls)}.py")
     if plan.exists():
-        exec(plan.rename(plan.with_name("done.py")).read_text())
-    return [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
+        exec(plan.rename(plan.with_name("done.py")).read_text(), globals())
+    return answer or [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
 '''
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders of models that name a file of code: causal ones, one of too many words, one that classifies."""
-    root, causal = tmp_path_factory.mktemp("models"), ("GPT2", "Llama", "Qwen2", "Mamba")
-    made = {name: make_model(name) for name in causal}
-    made |= {"wordy": made["Llama"], "judge": make_model("Llama", "AutoModelForSequenceClassification"),
-             "broken": make_model("Llama")}
-    made["broken"].lm_head.weight.data[7, 7] = nan
-    for name, model in made.items():
+    """Folders of models that name a file of code: causal ones, and one that classifies."""
+    root = tmp_path_factory.mktemp("models")
+    made = {name: make_model(name) for name in ("GPT2", "Llama", "Qwen2", "Mamba")}
+    for name, model in (made | {"judge": make_model("Llama", "AutoModelForSequenceClassification")}).items():
         tokenizer = chat_tokenizer()
-        tokenizer.add_tokens(["<a>", "<b>", "<c>", "<d>"] if name == "wordy" else [])
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
@@ -1366,7 +1371,7 @@ def cli(*arguments):
         except Exception:
             traceback.print_exc()
             code = 1
-    for name in ("rewards", "short", "wrong"):                      # the next run has other files of these names
+    for name in ("rewards", "short", "wrong", "reward_model"):      # the next run has other files of these names
         sys.modules.pop(name, None)
     return types.SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
@@ -1404,9 +1409,10 @@ def whole(data):
 
 
 @pytest.mark.parametrize("kind, prompts", [("GPT2", "text"), ("Llama", "chat"), ("Qwen2", "chat")])
-def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
+def test_any_causal_lm_trains_on_a_file(kind, prompts, data, monkeypatch):
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     (data / "plan2.py").write_text("Path(__file__).with_name('seen.json').write_text(json.dumps(calls[-1]))")
-    rewards = ["accuracy", f"{data}/rewards.py:length", str(data / "models/judge")]
+    rewards = ["accuracy", f"{data}/rewards.py:length", f"{EXAMPLES}/reward_model.py:reward_model"]
     done = cli(*command(data, model=data / "models" / kind, dataset=data / f"{prompts}.jsonl", reward_funcs=rewards,
                         beta=0.1, reward_weights=[1, 0.1, 2]))
     assert done.code == 0 and str(data / "out") in done.out.splitlines()[-1]
@@ -1416,19 +1422,24 @@ def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
     pairs = zip(*json.loads((data / "seen.json").read_text()))
     texts = [p + c if prompts == "text" else "".join(message["content"] for message in p + c) for p, c in pairs]
     scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
-    assert lines[1]["rewards/judge/mean"] == pytest.approx(statistics.mean(scores), abs=1e-5)
+    assert lines[1]["rewards/reward_model/mean"] == pytest.approx(statistics.mean(scores), abs=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(data / "out/checkpoint").decode([2, 5, 3]) == "<think>1</think>"
     assert (data / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
-    cold_start = grpo.cold_start
+def test_a_judge_without_a_trained_head_is_refused(data, monkeypatch):
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/Llama"))
+    with pytest.raises(ValueError, match="REWARD_MODEL: .* has no .*score"):
+        runpy.run_path(str(EXAMPLES / "reward_model.py"))["reward_model"](["1"], ["2"])
 
+
+def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     def begin(model, tokenizer, problems, seed):
         assert seed == 3 and problems == grpo.tiny_problems(3)[0]
         assert all(map(torch.equal, model.parameters(), grpo.tiny_model(tokenizer, 3).parameters()))
         cold_start(model, tokenizer, problems, seed, steps=3)
 
+    cold_start = grpo.module.cold_start
     monkeypatch.setattr(grpo.module, "cold_start", begin)
     flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
     done = cli(*flags, "--output_dir", tmp_path / "out")
@@ -1461,65 +1472,83 @@ def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
 
 
 LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
-ENDS = {  # what happens in the third call of the reward function, the exit code, what is said, the steps, some options
-    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", 143, "", 3, {}),
-    "SIGHUP": ("os.kill(os.getpid(), signal.SIGHUP)", 129, "", 3, dict(beta=0.1)),
-    "SIGINT": ("os.kill(os.getpid(), signal.SIGINT)", 130, "", 3,
-               dict(num_iterations=2, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)),
-    "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", 2, {}),
-    "a loss": ("", 1, "FloatingPointError: step 3: the loss", 2, dict(num_iterations=2)),  # in the second of mu updates
+ENDS = {  # what happens in the third call of the reward function, the exit code, what is said, some options
+    "Ctrl-C": ("raise KeyboardInterrupt", 130, "", dict(num_iterations=2, beta=0.1, sync_ref_model=True,
+                                                        ref_model_sync_steps=2, lr_scheduler_type="cosine")),
+    "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", dict(warmup_steps=3)),
+    "a wrong reward": ("answer = [0.5]", 2, "\ngrpo.py: error: reward function length: got .0.5.; allowed is 8 ", {}),
+    "a loss": ("", 1, "FloatingPointError: step 3: the loss", dict(num_iterations=2, save_steps=1)),
     "a full disk": (f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, {LIMIT[1]}))", 2,
-                    "\ngrpo.py: error: output_dir: cannot write", 3, dict(save_steps=1))}
+                    "\ngrpo.py: error: output_dir: cannot write", dict(save_steps=1))}
 
 
-@pytest.mark.parametrize("what, code, said, steps, options", ENDS.values(), ids=ENDS)
-def test_what_ends_a_run_leaves_its_last_whole_step(what, code, said, steps, options, data, monkeypatch):
-    losses, grpo_loss = [], grpo.grpo_loss
+@pytest.mark.parametrize("what, code, said, options", ENDS.values(), ids=ENDS)
+def test_what_ends_a_run_leaves_its_last_whole_step(what, code, said, options, data, monkeypatch):
+    losses, grpo_loss, folder = [], grpo.grpo_loss, data / "a folder"
 
     def overflow(*args, **kwargs):
         loss, metrics = grpo_loss(*args, **kwargs)
         losses.append(loss)
-        return loss * (inf if what == "" and len(losses) == 10 + 6 else 1), metrics
+        return loss * (inf if what == "" and len(losses) == 10 + 6 else 1), metrics     # in the second of mu updates
 
     monkeypatch.setattr(grpo.module, "grpo_loss", overflow)
-    if code > 128:
-        signal.signal(code - 128, signal.default_int_handler)       # pytest may run under nohup
     assert cli(*command(data, max_steps=5, output_dir=data / "whole", **options)).code == 0
     (data / "plan3.py").write_text(what)
-    folder = data / "a folder"
     run = command(data, max_steps=5, output_dir=folder, **options)
     done, again = cli(*run), [*run, "--resume_from_checkpoint", f"{folder}/checkpoint"]
     resource.setrlimit(resource.RLIMIT_FSIZE, LIMIT)
-    assert done.code == code and re.search(said, done.err, re.S) and len(lines_of(folder)) == steps
-    assert set(os.listdir(folder)) - {"curve.png"} == {"checkpoint", "metrics.jsonl"}
-    printed = re.findall(rf"^stopped after step {steps}; to go on: python \S+ (--.*)", done.out, re.M)
+    step = 4 if what.startswith("import") else 3
+    assert done.code == code and re.search(said, done.err, re.S) and len(lines_of(folder)) == step - 1, done
+    assert set(os.listdir(folder)) == {"checkpoint", "metrics.jsonl"}
+    printed = re.findall(rf"^stopped in step {step}; to go on: python \S+ (--.*)", done.out, re.M)
     assert list(map(shlex.split, printed)) == [again]
     assert cli(*again).code == 0
     assert_same_run(folder, data / "whole")
 
 
-def test_a_resumed_run_takes_the_same_options_and_leaves_a_copys_original_alone(data, whole):
+@pytest.mark.parametrize("when", ["a step", "an update", "a save", "a second one"])
+def test_ctrl_c_at_any_place_saves_a_whole_step_or_none(when, data, whole, monkeypatch):
+    """Between an update and its metrics the weights belong to no step: what is left is the last of save_steps."""
+    places = {"a step": (grpo.module, "sample_rollout", 3), "an update": (torch.optim.AdamW, "step", 3),
+              "a save": (torch, "save", 2), "a second one": (torch, "save", 3)}
+    owner, name, number = places[when]
+    function, calls = getattr(owner, name), []
+
+    @functools.wraps(function)
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        result = function(*args, **kwargs)
+        if len(calls) == number or when == "a second one" and len(calls) == number + 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    assert cli(*command(data, max_steps=5, save_steps=1)).code == 130
+    monkeypatch.setattr(owner, name, function)
+    assert sorted(os.listdir(data / "out")) == ["checkpoint", "metrics.jsonl"]
+    saved = torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"]
+    assert saved == {"a step": 2, "an update": 2, "a save": 2, "a second one": 2}[when]
+    assert resume(data, data / "out").code == 0
+    assert_same_run(data / "out", whole)
+
+
+def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data, whole):
     out = data / "out"
-    (data / "plan3.py").write_text("os.kill(os.getpid(), signal.SIGTERM)")
-    assert cli(*command(data, max_steps=5)).code == 143
-    changes = dict(beta=0.5, seed=43, max_steps=6, model=data / "models/Qwen2", reward_funcs=["think_format"],
-                   dataset=data / "chat.jsonl")
-    for name, value in changes.items():
-        done = resume(data, out, **{name: value})
-        assert done.code == 2 and f"{name} = {value} (was" in done.err and done.err.count("(was") == 1, done.err
-    shutil.copytree(out, data / "copy")
+    assert cli(*command(data, max_steps=3)).code == 0               # finished: its linear schedule is at 0
     before = files_of(out)
+    shutil.copytree(out, data / "copy")
     assert resume(data, data / "copy").code == 2                    # --output_dir names the original
+    assert files_of(out) == before
     assert resume(data, data / "copy", output_dir=None, save_steps=1, per_device_train_batch_size=9).code == 0
-    assert resume(data, out, output_dir=data / "new").code == 0 and files_of(out) == before
-    (out / "checkpoint").rename(data / "elsewhere")
-    (out / "checkpoint").symlink_to(data / "elsewhere")
-    assert resume(data, out, save_steps=1).code == 0 and (out / "checkpoint").is_symlink()
-    for folder in (data / "copy", data / "new", out):
-        assert_same_run(folder, whole)
+    done = resume(data, out, output_dir=data / "new", learning_rate=0.02)
+    assert done.code == 0 and files_of(out) == before
+    rates = [[line["learning_rate"] for line in lines_of(data / name)] for name in ("copy", "new")]
+    assert rates[0] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.004, 0.002])
+    assert rates[1] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.008, 0.004])
 
 
-def test_a_second_signal_ends_at_once_and_children_keep_their_own_handling(data, whole):
+def test_the_whole_process_group_hears_ctrl_c_and_children_keep_their_own_handling(data, whole):
+    """The reward function forks; its workers and the run hear one Ctrl-C, as from a terminal, and a SIGTERM kills."""
     (data / "plan1.py").write_text("""
 import multiprocessing
 fork = multiprocessing.get_context("fork")
@@ -1529,14 +1558,21 @@ for _ in range(10):
     child.terminate()
     child.join(100)
     assert child.exitcode == -signal.SIGTERM, "a child has not heard its SIGTERM"
-with fork.Pool(2) as pool:
-    assert pool.map(abs, [-1, 2]) == [1, 2]
 """)
-    (data / "plan4.py").write_text("for _ in range(2):\n    os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3000)")
-    done = python(grpo.module.__file__, *command(data, max_steps=5, save_steps=2))
-    assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), done.stderr
-    assert len(lines_of(data / "out")) == 3 and done.stderr.count("stopping after this step") == 1
-    assert torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"] == 2
+    (data / "plan3.py").write_text("""
+import multiprocessing, threading
+threading.Timer(0.5, os.killpg, (0, signal.SIGINT)).start()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    pool.map(time.sleep, [3000, 3000])
+""")
+    words = [sys.executable, grpo.module.__file__, *command(data, max_steps=5)]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=100, start_new_session=True)
+    assert run.returncode == 130 and "stopped in step 3" in run.stdout, run.stderr
+    (data / "done.py").unlink()
+    (data / "plan3.py").write_text("os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3000)")
+    again = [*words, "--resume_from_checkpoint", str(data / "out/checkpoint"), "--save_steps", "1"]
+    assert subprocess.run(again, capture_output=True).returncode == -signal.SIGTERM
+    assert torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"] == 4
     assert resume(data, data / "out").code == 0
     assert_same_run(data / "out", whole)
 
@@ -1551,9 +1587,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch
             raise SystemExit
         return function(*args, **kwargs)
 
-    for owner, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree"), (torch, "save")):
+    for owner, name in ((os, "rename"), (shutil, "copy"), (shutil, "rmtree"), (torch, "save")):
         monkeypatch.setattr(owner, name, functools.partial(dies, getattr(owner, name)))
-    for allowed in range(4, 100):                                   # the first save has four such calls or fewer
+    for allowed in range(5, 100):                                   # the first save has five such calls
         out, left[0] = data / f"out{allowed}", allowed
         cli(*command(data, max_steps=5, save_steps=1, output_dir=out))
         steps, left[0] = len(lines_of(out)), 1000
@@ -1562,38 +1598,28 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch
         assert sorted(os.listdir(out)) == ["checkpoint", "curve.png", "metrics.jsonl"]
         if steps == 3:                                              # the second save has been gone through
             break
-    assert allowed > 6
+    assert allowed > 8
 
 
 BAD_FILES = {  # what stands in it, and what the one line must say
-    "blank": ("\n\n", "empty"), "json": ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops"),
-    "list": ("[1]\n", "line 1"), "noprompt": ('{"solution": "1"}\n', "line 1"),
-    "nosolution": ('{"prompt": "1"}\n', "solution"), "emptyprompt": ('{"prompt": "", "solution": "1"}\n', "line 1"),
-    "nochat": ('{"prompt": [], "solution": "1"}\n', "line 1"), "bytes": ('{"prompt": "\udcff"}\n', "utf"),
-    "messages": ('{"prompt": [{"role": "user"}], "solution": "1"}\n', "line 1"),
-    "columns": ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2"),
-    "mixed": ('{"prompt": "1"}\n{"prompt": [{"role": "user", "content": "1"}]}\n', "line 2"),
-    "refused": ('{"prompt": [{"role": "judge", "content": "1"}], "solution": "1"}', "no judge"),
-    "reserved": ('{"prompt": "1", "solution": "1", "completions": "1"}\n', "completions")}
+    "blank": ("\n\n", "line 1: got an empty"), "json": ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops"),
+    "list": ("[1]\n", "line 1"), "noprompt": ('{"solution": "1"}\n', "line 1"), "text": ('"prompt"', "line 1"),
+    "nosolution": ('{"prompt": "1"}\n', "solution"), "bytes": ('{"prompt": "\udcff"}\n', "utf"),
+    "columns": ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2")}
 BAD_FLAGS = [  # flag, value, what the one line must say
     ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("dataset", ".", "directory"),
-    ("model", "tiny", "tiny"), ("model", "models/judge", "judge"), ("model", "./nowhere", "nowhere"),
-    ("model", "models/broken", "models/broken: got weights that are NaN"), ("beta", nan, "beta: got"),
-    ("reward_funcs", "string.py:broken", "taken by"), ("model", "models/Mamba", "got MambaForCausalLM; allowed is"),
-    ("model", "models/wordy", "got a tokenizer of 21 words; allowed is the model's 20"),
+    ("model", "tiny", "tiny"), ("model", "./nowhere", "nowhere"), ("beta", nan, "beta: got"), ("beta", "x", "--beta"),
+    ("reward_funcs", "string.py:broken", "string.py:broken"), ("model", "models/Mamba", "got MambaForCausalLM; allowed"),
     ("reward_funcs", "nonsense", "reward_funcs: got nonsense"), ("reward_funcs", "rewards.py:absent", "absent"),
     ("reward_funcs", "absent.py:f", "absent.py"), ("reward_funcs", "short.py:broken", "function broken: got"),
-    ("reward_funcs", "models/Llama", "Llama"), ("reward_funcs", "./no/judge", "judge"),
-    ("reward_funcs", "rewards.py:calls", "calls"), ("output_dir", "text.jsonl", "text.jsonl"),
+    ("reward_funcs", "models/judge", "models/judge"), ("output_dir", "text.jsonl", "text.jsonl"),
     ("output_dir", "models", "models"), ("resume_from_checkpoint", "nowhere", "nowhere"),
-    ("resume_from_checkpoint", "models/Llama", "Llama"), ("preset", "ppo", "--preset"), ("beta", "x", "--beta"),
-    ("loss_type", "ppo", "--loss_type"), ("no_such_flag", 1, "--no_such_flag"), ("num_gen", 4, "--num_gen"),
+    ("resume_from_checkpoint", "models/Llama", "Llama"), ("preset", "ppo", "--preset"),
+    ("loss_type", "bnpo", "--loss_type"), ("no_such_flag", 1, "--no_such_flag"), ("num_gen", 4, "--num_gen"),
     ("bf16", "maybe", "--bf16"), ("reward_weights", [1, 2, 3], "reward_weights: "),
-    ("reward_weights", 1, "reward_weights: "), ("reward_weights", [1, inf], "reward_weights: got"),
-    ("temperature", 0, "temperature: got"), ("learning_rate", -1, "learning_rate: got"), ("delta", 0, "delta: got"),
-    ("max_grad_norm", inf, "max_grad_norm: got"), ("max_steps", 0, "max_steps: got"), ("seed", -1, "seed: got"),
-    ("num_generations", 1, "generation_batch_size: got"), ("num_generations", 5, "generation_batch_size: got"),
-    ("policy_loss", "cispo", "epsilon_high: got"), ("top_entropy_quantile", 1.1, "top_entropy_quantile: got")]
+    ("reward_weights", 1, "reward_weights: "), ("learning_rate", -1, "learning_rate: got"),
+    ("max_grad_norm", inf, "max_grad_norm: got"), ("seed", -1, "seed: got"), ("policy_loss", "cispo", "epsilon_high: got"),
+    ("num_generations", 1, "generation_batch_size: got"), ("num_generations", 5, "generation_batch_size: got")]
 
 
 @pytest.mark.parametrize("flag, value, said", BAD_FLAGS + [
@@ -1622,8 +1648,7 @@ def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
     assert [line["rewards/f/mean"] for line in lines_of(data / "out")] == [1.0, 1.0]
     (data / "wrong.py").write_text("\n\nx = 1 / 0\n")
     done = cli(*command(data, reward_funcs=f"{data}/wrong.py:f", output_dir=data / "other"))
-    assert done.code == 2 and "wrong.py\", line 3" in done.err and not (data / "other").exists()
-    assert done.err.splitlines()[-1] == "grpo.py: error: division by zero"
+    assert done.code == 1 and "wrong.py\", line 3" in done.err and not (data / "other").exists()
 
 
 def test_code_that_comes_with_a_model_is_never_run(data, monkeypatch):
@@ -1636,22 +1661,11 @@ def test_code_that_comes_with_a_model_is_never_run(data, monkeypatch):
             told.append(kwargs["trust_remote_code"])
             return load(*args, **kwargs)
         monkeypatch.setattr(owner, "from_pretrained", load)
-    rewards, folder = ["think_format", str(data / "models/judge")], data / "out/checkpoint"
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
+    rewards, folder = ["think_format", f"{EXAMPLES}/reward_model.py:reward_model"], data / "out/checkpoint"
     for again in (None, folder):
         assert cli(*command(data, reward_funcs=rewards, resume_from_checkpoint=again)).code == 0
-    assert told == [False] * 8
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_give_the_run_of_one(processes, data):
-    options = dict(generation_batch_size=16, max_steps=3, beta=0.05, num_iterations=2, sync_ref_model=True,
-                   ref_model_sync_steps=2, learning_rate=0.001, top_entropy_quantile=0.6)
-    assert cli(*command(data, output_dir=data / "one", **options)).code == 0
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", grpo.module.__file__]
-    done = python(*launcher, *command(data, per_device_train_batch_size=3, **options))
-    assert done.returncode == 0, done.stderr
-    for one, several in zip(lines_of(data / "one"), lines_of(data / "out"), strict=True):
-        assert several == pytest.approx(one, abs=1e-4, rel=1e-4)
+    assert told == [False] * 6                                      # the second run is at its end: no judge
 
 
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
@@ -1665,8 +1679,8 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
         options = dict(max_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)
         run = [grpo.module.__file__, *command(data, **options)]
         assert python(*run, "--output_dir", whole, **gpu).returncode == 0
-        (data / "plan2.py").write_text("os.kill(os.getpid(), signal.SIGTERM)")
-        assert python(*run, "--output_dir", out, **gpu).returncode == 143
+        (data / "plan2.py").write_text("raise KeyboardInterrupt")
+        assert python(*run, "--output_dir", out, **gpu).returncode == 130
         assert python(*run, "--resume_from_checkpoint", out / "checkpoint", **gpu).returncode == 0
         for a, b in zip(lines_of(out), lines_of(whole), strict=True):
             assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
@@ -1674,9 +1688,9 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
 
 # The file itself, README and worked examples -------------------------------------------------------------------------
 
-LINES, CODE_LINES, TOKENS, COLUMNS = 1348, 861, 10274, 110          # at most; and of the longest function:
-FUNCTION_LINES = collections.defaultdict(lambda: 60, grpo_loss=75, train=40)
-TEST_LINES, TEST_COLUMNS = 1800, 120
+LINES, CODE_LINES, TOKENS, COLUMNS = 1120, 690, 8400, 110           # at most; and of the longest function:
+FUNCTION_LINES = collections.defaultdict(lambda: 55, grpo_loss=70, train=40)
+TEST_LINES, TEST_COLUMNS = 1700, 120
 
 
 def test_the_file_is_small_and_imports_nothing_heavy():

@@ -2,25 +2,28 @@
 
     python worked_examples/iterative_grpo.py --seed 0
 
-The policy's only reward is the score of r_φ, which begins as the policy's body under a new head, and learns from pairs
-of answers to one question of which a judge (here the true accuracy) prefers one. An outer iteration is the paper's:
-π_ref ← π_θ (sync_ref_model), M steps of GRPO, then r_φ learns from the pairs of these steps and, for a tenth of each
-batch, from earlier ones. What train() does not do of this stands in the body of the for loop.
+The policy's only reward is the score of r_φ, which learns from pairs of answers to one question of which a judge (here
+the true accuracy) prefers one. An outer iteration is the paper's: π_ref ← π_θ (sync_ref_model), M steps of GRPO, then
+r_φ learns from the pairs of these steps and, for a tenth of each batch, from earlier ones: the body of the for loop.
 
-It prints how often r_φ ranks an iteration's pairs as the judge does, greedy answers before and after, and last "true
-accuracy: A -> B" on held-out problems. One thread: three minutes. In seconds, for a look: --cold_start_steps 100
---max_steps 2 --iteration_steps 1 --first_batches 2 --updates 1.
+r_φ is a language model, which begins as the policy; its score is the log-probability of the answer, DPO's reward
+(arXiv:2305.18290) without its reference. The usual head, one number at the last token, failed here: it did not learn
+from rankings to check a sum, agreed with the judge on two thirds of the next pairs, and soon rewarded 8+4+1=14.
+
+It prints how often r_φ ranks new pairs as the judge does, greedy answers, and last "true accuracy: A -> B" on held-out
+problems: 0.94 to 1.00 with seeds 0-4, with a head 0.69 to 1.00. One thread: a minute, two without AVX; in seconds:
+--cold_start_steps 100 --max_steps 2 --iteration_steps 1 --first_batches 2 --updates 1.
 """
 
 import argparse
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
 import numpy
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
@@ -36,53 +39,50 @@ def bradley_terry_loss(chosen, rejected):
 
 
 class RewardModel:
-    """r_φ reads question and answer, and gives one number, at the last token. Called, it is a reward function."""
+    """r_φ(q, o) = Σ_t log π_φ(o_t | q, o_<t); π_φ begins as the policy. Called, it is a reward function."""
     __name__ = "reward_model"
 
     def __init__(self, policy, tokenizer, seed):
-        torch.manual_seed(seed)
-        shape = copy.deepcopy(policy.config)
-        shape.num_labels = 1
-        self.tokenizer = tokenizer
-        self.model = AutoModelForSequenceClassification.from_config(shape).eval()
-        self.model.base_model.load_state_dict(policy.base_model.state_dict())
+        self.model, self.tokenizer = copy.deepcopy(policy), tokenizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.rng = numpy.random.default_rng([seed, 5])
 
-    def score(self, texts):
-        inputs = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        return self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+    def score(self, prompts, completions):
+        questions = grpo.encode_prompts(self.tokenizer, prompts, self.model.device)
+        answers = self.tokenizer([text + "<eos>" for text in completions], padding=True, return_tensors="pt")
+        return grpo.per_token_logps(self.model, *questions, *answers.values())[0].sum(1)
 
     @torch.no_grad()
     def __call__(self, prompts, completions, **kwargs):
-        return self.score([prompt + completion for prompt, completion in zip(prompts, completions)]).tolist()
+        return self.score(prompts, completions).tolist()
 
     def learn(self, pairs, earlier, updates, size=64):
         """The last line: minimise the loss on new pairs, with a replay of 10% of earlier ones."""
         for _ in tqdm(range(updates if pairs and earlier else 0), "reward model", leave=False):
             batch = [pairs[i] for i in self.rng.integers(len(pairs), size=size - size // 10)]
             batch += [earlier[i] for i in self.rng.integers(len(earlier), size=size // 10)]
-            better, worse = zip(*batch)
-            chosen, rejected = self.score(better + worse).split(size)
+            questions, better, worse = zip(*batch)
+            chosen, rejected = self.score(questions + questions, better + worse).split(size)
             self.optimizer.zero_grad()
             bradley_terry_loss(chosen, rejected).backward()
             self.optimizer.step()
 
 
 def ranked_pairs(rollout, G):
-    """The judge: pair the right answers of each group with its wrong ones, (better, worse), question included."""
-    right = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.rows])
-    texts = [row["prompt"] + completion for row, completion in zip(rollout.rows, rollout.completions)]
+    """The judge: pair the right answers of each group with its wrong ones, (question, better, worse)."""
+    answers = rollout.completions
+    right = grpo.accuracy_reward(answers, [row["solution"] for row in rollout.rows])
     pairs = []
-    for start in range(0, len(texts), G):
+    for start in range(0, len(answers), G):
         group = range(start, start + G)
-        pairs += zip([texts[i] for i in group if right[i]], [texts[i] for i in group if not right[i]])
+        better, worse = [answers[i] for i in group if right[i]], [answers[i] for i in group if not right[i]]
+        pairs += [(rollout.rows[start]["prompt"], *pair) for pair in zip(better, worse)]
     return pairs
 
 
 def main():
     parser = argparse.ArgumentParser()
-    defaults = dict(seed=0, cold_start_steps=500, max_steps=60, iteration_steps=20, first_batches=60, updates=100)
+    defaults = dict(seed=0, cold_start_steps=500, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -97,18 +97,18 @@ def main():
     print("before:")
     before = grpo.held_out_accuracy(policy, tokenizer, held_out)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
+    hotter = dataclasses.replace(config, temperature=1.5)     # at 1 most mistakes are one: the carry that is forgotten
     for step in range(config.max_steps, config.max_steps + options.first_batches):        # samples of no step to come
         batch = grpo.sample_batch(problems, config, step)
-        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, batch, config, step), config.num_generations)
+        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, batch, hotter, step), config.num_generations)
     reward_model.learn(earlier, earlier, 3 * options.updates)
-
     steps = grpo.train(policy, tokenizer, problems, [reward_model], config)
     for state, rollout, _ in tqdm(steps, "iterative GRPO", total=config.max_steps):
         pairs += ranked_pairs(rollout, config.num_generations)
         if state.step % config.ref_model_sync_steps == 0 and pairs:                       # an outer iteration ends
-            better, worse = (torch.tensor(reward_model([""] * len(pairs), side)) for side in zip(*pairs))
-            agree = (better > worse).sum().item()
-            print(f"step {state.step}: r_φ ranks {agree} of {len(pairs)} new pairs as the judge does")
+            questions, better, worse = zip(*pairs)
+            agree = numpy.greater(reward_model(questions, better), reward_model(questions, worse)).sum()
+            tqdm.write(f"step {state.step}: r_φ ranks {agree} of {len(pairs)} new pairs as the judge does")
             reward_model.learn(pairs, earlier, options.updates)
             earlier, pairs = earlier + pairs, []
     print("after:")

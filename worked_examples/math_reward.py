@@ -1,0 +1,61 @@
+r"""A reward file: the answer and the solution compared as formulas, by math-verify.
+
+    python grpo.py --model NAME --dataset problems.jsonl --reward_funcs worked_examples/math_reward.py:math_accuracy_reward
+
+Equal texts are the same, plain numbers are compared exactly (1,000 = 1000.0, 1/2 = 0.5), formulas by math-verify; a
+solution of words has to be met as it stands. What math-verify alone gets wrong: it reads "2x+3" as 2 and "Paris 2024" as
+2024, takes 1e-05 for 1, and runs for minutes on hostile text. Hence the order of comparisons, and the limits.
+"""
+
+import re
+import sys
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import grpo
+
+
+def plain_number(text):
+    """Read "1,000", "-7.0", "1e-05" or "1/2" as an exact fraction; None where the text is anything else."""
+    digits = r"(\d+|\d{1,3}(,\d{3})+)"
+    number = rf"[+-]?({digits}(\.\d*)?|\.\d+)(e[+-]?\d{{1,3}})?|[+-]?{digits}/(?![0,]*$){digits}"
+    if len(text) <= 1000 and re.fullmatch(number, text):
+        return Fraction(text.replace(",", ""))
+
+
+def unboxed(text):
+    r"""Take what stands in the last \boxed{}, or \boxed{\text{}}, of a text, else the whole text."""
+    boxed = re.findall(r"\\boxed\{(?:\\text\{)?((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return boxed[-1] if boxed else text
+
+
+def formula(text):
+    """Put a bare formula between dollars, or math-verify reads "2x+3" as 2; a text with words stays."""
+    word = r"(?<![\\A-Za-z])[^\W\d_]{2}"                                # two letters, in no LaTeX command
+    return text if re.search(rf"\$|\\\[|\\\(|{word}", text) else f"${text}$"
+
+
+def same_answer(answer, solution):
+    """Compare two texts as they stand, then as plain numbers, then by math-verify."""
+    answer, solution = unboxed(answer), unboxed(solution)
+    if answer == solution:
+        return True
+    number = plain_number(solution)
+    if number is not None and (plain_number(answer) is not None or not re.search(r"\d", answer)):
+        return plain_number(answer) == number                           # without a digit, it needs no parser
+    if formula(solution) == solution and not re.search(r"[\\$]", solution):             # no mathematics
+        return False
+    import math_verify
+    seconds = 3 if threading.current_thread() is threading.main_thread() else None      # its clock needs it
+    gold = math_verify.parse(formula(solution), parsing_timeout=seconds)
+    found = math_verify.parse(formula(answer[-1000:]), parsing_timeout=seconds)         # the answer comes last
+    return math_verify.verify(gold, found, timeout_seconds=seconds)
+
+
+def math_accuracy_reward(completions, solution, **kwargs):
+    """1 for an answer (the text after the last </think>) that is the same as its solution, else 0; None without one."""
+    texts = [grpo.text_of(completion).rpartition("</think>")[2] for completion in completions]
+    pairs = zip(texts, ["" if s is None else str(s).strip() for s in solution], strict=True)
+    return [float(same_answer(text.strip("* \t\r\n"), s)) if s else None for text, s in pairs]      # **bold**

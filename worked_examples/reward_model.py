@@ -1,0 +1,38 @@
+"""A reward file: a sequence-classification model of yours judges the answers.
+
+    REWARD_MODEL=NAME_OR_FOLDER python grpo.py --model NAME --dataset problems.jsonl \\
+        --reward_funcs worked_examples/reward_model.py:reward_model
+
+The reward is the logit of the model's single label for prompt and answer together: for chat data in the judge's own chat
+template, else as one text. A judge whose head would be newly initialised is refused: its scores would be noise.
+"""
+
+import functools
+import os
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+
+@functools.cache
+def judge():
+    """The model named by REWARD_MODEL and its tokenizer, as a pipeline; read once. Code that comes with it never runs."""
+    name = os.environ["REWARD_MODEL"]
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, trust_remote_code=False, num_labels=1, output_loading_info=True)
+    if info["missing_keys"]:
+        raise ValueError(f"REWARD_MODEL: {name} has no {sorted(info['missing_keys'])}; allowed is a trained judge")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id                  # or the last token's score is the padding's
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return pipeline("text-classification", model, tokenizer=tokenizer, device=device)
+
+
+def reward_model(prompts, completions, **kwargs):
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
+    chat = not isinstance(texts[0], str)
+    if chat:
+        texts = judge().tokenizer.apply_chat_template(texts, tokenize=False)
+    scores = judge()(texts, function_to_apply="none", add_special_tokens=not chat)       # the template has them
+    return [score["score"] for score in scores]
