@@ -1276,7 +1276,7 @@ def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
     (_, _, of_answers), = steps_of(make_model("Llama"), train={"compute_advantages": answers}, **options)
     assert of_answers == once | {"step_time": of_answers["step_time"]}
     with pytest.raises(ValueError, match="advantages: got"):
-        list(steps_of(make_model("Llama"), train={"compute_advantages": lambda rewards, *rest: rewards[:, :1].T}))
+        list(steps_of(make_model("Llama"), train={"compute_advantages": lambda *args: torch.ones(8, 99)}))
 
 
 @pytest.fixture(scope="module")
@@ -1740,15 +1740,69 @@ def test_worked_example(path, monkeypatch):
     assert all((path.parent / picture).is_file() for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", text))
 
 
+@pytest.fixture(scope="session")
+def cold_starts():
+    """The weights after a whole cold start, by seed: each is learned once for all scripts."""
+    cold_start = grpo.module.cold_start
+
+    @functools.cache
+    def weights(seed):
+        model = grpo.tiny_model(grpo.tiny_tokenizer(), seed)
+        cold_start(model, grpo.tiny_tokenizer(), grpo.tiny_problems(seed)[0], seed)
+        return model.state_dict()
+
+    def begin(model, tokenizer, problems, seed, *, steps=500):
+        return model.load_state_dict(weights(seed)) if steps == 500 else cold_start(
+            model, tokenizer, problems, seed, steps=steps)
+
+    return begin
+
+
 @pytest.mark.parametrize("script, flags, printed", [
     ("walkthrough.py", "", r"^gradient norm: \d"), ("benchmark.py", "--rounds 1", r"^tiny on cpu, 1 rounds$"),
     ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
-    ("explain.py", "--max_completion_length 28", r"^rewards \[.*\], mean \S+, std \S+$"),
+    ("explain.py", "", r"^rewards \[.*\], mean \S+, std \S+$"),
     ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
      r"^true accuracy: \S+ -> \S+$")])
-def test_each_script_runs(script, flags, printed):
-    done = python(EXAMPLES / script, *flags.split())
-    assert done.returncode == 0 and re.search(printed, done.stdout, re.M), done.stderr
+def test_each_script_runs(script, flags, printed, cold_starts, monkeypatch):
+    monkeypatch.setattr(grpo.module, "cold_start", cold_starts)
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert re.search(printed, out.getvalue(), re.M), out.getvalue()
+
+
+FORMULAS = {  # what math_reward.py gives beyond accuracy_reward: pairs of answer and solution
+    1.0: [("1/2", "0.5"), ("1,000/2", "500"), (".5", "1/2"), ("It is 42.", "42"), (r"= $\frac12$", "0.5"), ("**7**", "7"),
+          ("$x+1$", "$1+x$"), (r"\boxed{\frac{2}{4}}", r"\frac12"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), ("- 7", "-7"),
+          (r"$\frac12$", r"\[\frac12\]"), (r"= \(\frac12\)", r"\(\frac12\)"), (r"\boxed{2x+3}", "3+2x"), ("B", " B"),
+          ("x^2-1", "$(x-1)(x+1)$"), (r"\boxed{1}\boxed{\text{on}}", r"\boxed{on}"), ("(1,2)", "(1, 2)"), ("5", 5),
+          (r"\boxed{\frac{2}{4}}" + " 1" * 999, "0.5"), (r"\boxed{\frac{\sqrt9}{4}}", "3/4"), (r"\dfrac34", "0.75"),
+          ("0.00001", 1e-5), ("6.02e100", "6.02e+100"), ("a</think>1</think>2", "2"), ("-1,000", "-1000")],
+    0.0: [("0.3333", "1/3"), ("1/0", "1"), ("12,34", "1234"), ("1234,567", "1234567"), (r"$\sqrt{3}$", r"2\sqrt{3}"),
+          ("on", "no"), (r"\boxed{Lyon}", "Paris"), ("42", "no number"), ("2", "2x+3"), ("5x", "5"), (r"3\pi", "3"),
+          ("Рим 7", "Киев 7"), ("Paris 2024", "London 2024"), ("1", 1e-5), ("- 7", "7"), (r"\boxed{1} 2", "2")],
+    None: [("42", ""), ("42", None)]}
+
+
+def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
+    import math_verify
+    reward = runpy.run_path(str(EXAMPLES / "math_reward.py"))["math_accuracy_reward"]
+    with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
+        assert pool.submit(reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
+    parse, verify = mock.Mock(wraps=math_verify.parse), mock.Mock(wraps=math_verify.verify)
+    monkeypatch.setattr(math_verify, "parse", parse)
+    monkeypatch.setattr(math_verify, "verify", verify)
+    assert not any(reward(["I do not know", "", r"\frac{a}{b}", "<think>7</think>x"], ["-1,000"] * 4))
+    assert not parse.called                         # without a digit, an answer needs no parser
+    for want, pairs in FORMULAS.items():
+        for answer, solution in pairs:
+            assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer, solution)
+    hostile = ["1" * 10**5, "$" + "{" * 10**5, "(" * 10**5, "\\boxed{" * 15_000, "1,234" * 20_000, " " * 10**5 + "x"]
+    assert not any(reward([*hostile, "</think>" * 12_000, "1/" * 50_000], ["7"] * 8))
+    assert reward(["x" * 10_000 + r"$\frac{2}{4}$"], [r"\frac12"]) == [1.0] and verify.called
+    for call in parse.call_args_list + verify.call_args_list:
+        assert [0 < seconds <= 5 for seconds in call.kwargs.values()] == [True] and len(str(call.args[0])) <= 1002
 
 
 def test_the_homework_has_every_formula_and_no_answer(tmp_path):

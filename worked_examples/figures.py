@@ -1,13 +1,12 @@
 """Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page.
 
-`python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands and with
-`--learning_rate 3e-3`, and writes what hangs on these two runs: the output in the README, curve.png, tiny_run.csv,
-collapsed_run.csv and the table of page 17. (Another processor adds in another order, and its figures differ a little.)
+`python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands, with
+`--learning_rate 3e-3` and with ten seeds, and writes what hangs on these runs: the output in the README, the csv files
+and the table of page 17. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -216,19 +215,33 @@ def collapse():
     save(figure, "17_collapse.png")
 
 
+def learning_curves():
+    """README: the demo with ten seeds."""
+    runs = numpy.genfromtxt(HERE / "tiny_seeds.csv", delimiter=",", names=True, deletechars="")
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3))
+    titles = {"rewards/accuracy_reward/mean": "right answers of a step's samples", "entropy": "entropy (nats a token)",
+              "frac_reward_zero_std": "silent groups: all rewards equal"}
+    for axis, (name, title), colour in zip(panels, titles.items(), (BLUE, GREEN, RED)):
+        curves = runs[name].reshape(-1, 120)                            # a row for each seed
+        axis.plot(range(1, 121), curves.T, color=colour, lw=0.7, alpha=0.3)
+        axis.plot(range(1, 121), curves.mean(0), color=colour, lw=2)
+        axis.set(title=title, xlabel="step", ylim=(0, 0.07) if name == "entropy" else (0, 1.02))
+    save(figure, "curve.png")
+
+
 METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
            "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
 
 
 def run_tiny(csv, *flags):
-    """Run the demo in an empty folder, and write its metrics: the folder, and what the demo printed."""
+    """Run the demo in an empty folder, and write its metrics; what the demo printed, and the lines of the metrics."""
     folder = Path(tempfile.mkdtemp())
     command = [sys.executable, str(HERE.parent / "grpo.py"), "--model", "tiny", *flags]
     printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     log = [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
-    rows = [",".join(METRICS), *(",".join(f"{line[name]:.5g}" for name in METRICS) for line in log)]
-    (HERE / csv).write_text("\n".join(rows) + "\n")
-    return folder / "grpo-output", printed
+    rows = [",".join(f"{line[name]:.5g}" for name in METRICS) for line in log]
+    (HERE / csv).write_text("\n".join([",".join(METRICS), *rows]) + "\n")
+    return printed, rows
 
 
 def rewrite(page, pattern, text):
@@ -241,9 +254,15 @@ def rewrite(page, pattern, text):
 
 def runs():
     """What README and page 17 say of the demo, made anew."""
-    folder, printed = run_tiny("tiny_run.csv")
+    printed, _ = run_tiny("tiny_run.csv")
     run_tiny("collapsed_run.csv", "--learning_rate", "3e-3")
-    shutil.copy(folder / "curve.png", HERE)
+    all_rows = [",".join(METRICS)]
+    for seed in range(10):
+        last_line, rows = run_tiny("tiny_seeds.csv", "--seed", str(seed))
+        print(f"seed {seed}: {last_line.splitlines()[-1]}; samples of the last ten steps: "
+              f"{numpy.mean([float(row.split(',')[1]) for row in rows[-10:]]):.3f}")
+        all_rows += rows
+    (HERE / "tiny_seeds.csv").write_text("\n".join(all_rows) + "\n")
     rewrite(HERE.parent / "README.md", r"^before GRPO.*?^held-out accuracy[^\n]*\n", printed)
     tiny, collapsed = (numpy.genfromtxt(HERE / name, delimiter=",", names=True, deletechars="")
                        for name in ("tiny_run.csv", "collapsed_run.csv"))
@@ -255,5 +274,6 @@ def runs():
 if __name__ == "__main__":
     if sys.argv[1:] == ["run"]:
         runs()
-    for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse):
+    for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse,
+                 learning_curves):
         draw()

@@ -7,11 +7,13 @@ The flags are grpo.py's; those behind --trl are TRL's own, and win. With --compa
 grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5.
 """
 import copy
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import datasets
+import torch
 import trl
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
@@ -19,7 +21,8 @@ import grpo
 
 def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
     """grpo.py's options are TRL's, under the same names, except for those that stand here."""
-    words, share = dict(vars(config)), config.generation_batch_size // grpo.rank_and_world()[1]
+    processes = int(os.environ.get("WORLD_SIZE", 1))            # as accelerate says it
+    words, share = dict(vars(config)), config.generation_batch_size // processes
     policy_loss, loss_type = words.pop("policy_loss"), config.loss_type
     assert policy_loss == "clip" or (policy_loss, loss_type) in [("cispo", "dapo"), ("sapo", "grpo")], "not in TRL"
     rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= config.per_device_train_batch_size)
@@ -62,6 +65,7 @@ if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
     options, config = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
     if options.model == "tiny":
+        torch.set_num_threads(1)                                # for so small a model, more would wait
         tokenizer, (dataset, held_out) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
         policy = grpo.tiny_model(tokenizer, config.seed)
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
@@ -70,8 +74,8 @@ if __name__ == "__main__":
         before = grpo.held_out_accuracy(policy, tokenizer, held_out)
     else:
         dataset = grpo.load_dataset(options.dataset)
-        policy, tokenizer = grpo.load_model(options.model, "AutoModelForCausalLM", "cpu")
-    reward_funcs = [grpo.load_reward_func(name, "cpu") for name in options.reward_funcs]
+        policy, tokenizer = grpo.load_model(options.model)
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     run = compare if "--compare" in sys.argv else make_trainer
     trainer = run(policy, tokenizer, dataset, reward_funcs, config, sys.argv[end + 1 :])
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
