@@ -1,21 +1,27 @@
-"""One sampled group, token by token, as the second of mu updates sees it (for the first, every ratio is 1).
+"""One sampled group, token by token: a table in the terminal, or one page for the browser with every number in it.
 
-    python worked_examples/explain.py [--all] [--model NAME_OR_FOLDER --dataset FILE.jsonl --reward_funcs accuracy ...]
+    python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags (without any: --model tiny, after a short cold start) and --all. The first group whose rewards
-differ gets one update with these settings, and is scored again. It shows the best and the worst answer (--all: each):
+It takes grpo.py's flags. Without any, the tiny model after its whole cold start answers a question, and some answers
+forget the carry; of another model it is the first group whose rewards differ. It prints the best and the worst answer
+(--all: each) after one update on this group, and the group's rewards, their mean and standard deviation:
 
     logp, old   log-probability in nats after the update, and under the weights that sampled
     ratio       exp(logp - old); with --importance_sampling_level sequence one for the answer
     clipped     yes where the ratio has left the clip range, and the gradient is 0 (cispo: where its weight is capped)
     A, loss     advantage; policy term + beta * KL of this token, before the mean is taken
 
-and the group's rewards, their mean and standard deviation. The tiny model, one thread: about 15 seconds.
+--html group.html writes a page instead (from group_page.html): the group before and after each of --num_iterations
+updates, 10 by default, and how six methods push each token at the same log-probs, -∂loss/∂log π of grpo_loss by
+autograd, without the KL. The tiny model, one thread: about 20 seconds.
 """
 
+import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -23,95 +29,149 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
 
 
+def parse(argv):
+    """The flags that are not grpo.py's, and grpo.py's options and config. Of a flag given twice the last one counts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--html")
+    own, argv = parser.parse_known_args(argv)
+    argv = [*"--model tiny --num_iterations 10 --lr_scheduler_type constant --warmup_steps 0".split(), *argv]
+    options, config = grpo.parse_options(argv)
+    if options.model == "tiny":                                         # on one group, the demo's rate is too high
+        options, config = grpo.parse_options(["--learning_rate", "3e-5", *argv])
+    return own, options, config
+
+
 def load(options, config):
     """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reward_funcs = [grpo.load_reward_func(name, device) for name in options.reward_funcs]
-    if options.model != "tiny":
-        policy, tokenizer = grpo.load_model(options.model, "AutoModelForCausalLM", device)
-        return policy, tokenizer, grpo.load_dataset(options.dataset), reward_funcs
-    torch.set_num_threads(1)                                            # for so small a model, more would wait
-    tokenizer = grpo.tiny_tokenizer()
-    policy = grpo.tiny_model(tokenizer, config.seed).to(device)
-    problems, _ = grpo.tiny_problems(config.seed)
-    grpo.cold_start(policy, tokenizer, problems, config.seed, steps=100)
-    return policy, tokenizer, problems, reward_funcs
+    if options.model == "tiny":
+        torch.set_num_threads(1)                                        # for so small a model, more would wait
+        tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
+        policy = grpo.tiny_model(tokenizer, config.seed)
+    else:
+        dataset, (policy, tokenizer) = grpo.load_dataset(options.dataset), grpo.load_model(options.model)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    if options.model == "tiny":
+        grpo.cold_start(policy, tokenizer, dataset, config.seed)
+    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
 
 
-def score(model, rollout, config):
-    """Log-probs of all answers of the group, (G, T), a part after the other as in training."""
-    parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
-    with torch.no_grad():
-        return torch.cat([grpo.score(model, rollout, part, config) for part in parts])
+def forgets_the_carry(rollout):
+    """Whether the tiny model's group has the right answer, and the one without the carry, which is shorter."""
+    right, wrong = (grpo.teacher_trace(rollout.rows[0]["prompt"], forgets).removesuffix("<eos>") for forgets in (0, 1))
+    return {right, wrong} <= set(rollout.completions) and len(right) > len(wrong)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config):
-    """Let train make one update on the first group whose rewards differ; its rollout, and more of it by name."""
-    seen = {}
-
-    def note(rewards_per_func, rollout, config):                        # train asks for advantages before it learns
-        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        keep = grpo.top_entropy_mask(rollout.entropies, rollout.loss_mask, config.top_entropy_quantile)
-        rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
-        seen.update(rewards=rewards, advantages=torch.where(keep != 0, advantages, 0),
-                    old_logps=score(policy, rollout, config))
-        return advantages
-
-    G = config.num_generations
-    config = replace(config, num_iterations=1, warmup_steps=0, max_steps=100, generation_batch_size=G)
+def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
+    """The first step, which chooses question and samples, whose group is wanted; without one, whose rewards differ."""
+    found = []
     for step in range(config.max_steps):
-        state = grpo.initial_state(policy, config)
-        state.step = step                                               # it chooses the question and the samples
-        once = grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note)
-        _, rollout, _ = next(once)
-        if seen["advantages"].any():                                    # the other groups teach nothing
-            break
-    seen["logps"] = score(policy, rollout, config)
-    seen["ref_logps"] = score(state.reference, rollout, config) if config.beta > 0 else None
-    return rollout, seen
+        rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
+        if grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config).any():
+            found.append(step)
+            if wanted(rollout):
+                return step
+    return found[0] if found else 0
 
 
-def token_losses(seen, mask, ratio, i, config):
-    """The loss of each token of answer i, and whether it is clipped: grpo_loss with one token's advantage at a time."""
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
+    """Let train make its updates on one group: what it saw, and log-probs (G, T) after 0, 1, ... updates."""
+    config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
+    parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
+    seen = SimpleNamespace(updates=[])
+
+    def note_logps(*_):
+        with torch.no_grad():
+            seen.updates.append(torch.cat([grpo.rollout_logps(policy, seen.rollout, part, config) for part in parts]))
+
+    def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
+        seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
+        seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
+        note_logps()
+        return seen.advantages
+
+    state = grpo.initial_state(policy, config)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.optimizer.register_step_post_hook(note_logps)
+    next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
+    return seen
+
+
+def loss_options(config):
+    """What train passes to grpo_loss besides tensors."""
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    losses, clipped = [], []
-    for one_token in torch.eye(mask.size(1), device=mask.device):
-        loss, metrics = grpo.grpo_loss(
-            seen["logps"][[i]], seen["advantages"][[i]] * one_token, mask[[i]], old_logps=seen["old_logps"][[i]],
-            epsilon_low=config.epsilon, epsilon_high=high, delta=config.delta, policy_loss=config.policy_loss,
-            importance_sampling_level=config.importance_sampling_level, loss_type="dapo", num_items_in_batch=1)
-        losses.append(loss)
-        clipped.append(metrics["clip_ratio/region_mean"] > 0)
-    losses = torch.stack(losses)
-    if config.beta > 0:
-        kl = grpo.kl_estimate(seen["logps"][i], seen["ref_logps"][i]) * mask[i]
-        losses = losses + config.beta * kl * (ratio[i] if config.use_bias_correction_kl else 1)
-    return losses.tolist(), clipped
+    names = "beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl max_completion_length"
+    return {name: getattr(config, name) for name in names.split()} | dict(epsilon_low=config.epsilon, epsilon_high=high)
 
 
-def show(rollout, seen, i, tokenizer, config):
-    """Print answer i as a table, a line for each token."""
-    mask, logps, old_logps = rollout.loss_mask, seen["logps"], seen["old_logps"]
-    ratio = grpo.importance_ratio(
-        logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level).expand(mask.shape)
-    losses, clipped = token_losses(seen, mask, ratio, i, config)
-    print(f"\nanswer {i + 1}, reward {seen['rewards'][i].item():.4g}: {rollout.completions[i]!r}")
+def group_data(seen, tokenizer, config):
+    """All numbers of the page, as JSON has them."""
+    lengths = seen.rollout.completion_mask.sum(1).tolist()
+    answers = [row[:n] for row, n in zip(seen.rollout.completion_ids.tolist(), lengths)]
+
+    def numbers(x):                                                     # seven digits, None for NaN, no padding
+        if x.dim() == 2:
+            return [numbers(row[:n]) for row, n in zip(x, lengths)]
+        return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
+
+    def weights(logps, options):                                        # a positive one pushes the token up
+        logps, old_logps = logps.double().requires_grad_(), seen.updates[0].double()
+        loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
+        return numbers(-torch.autograd.grad(loss, logps)[0])
+
+    mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
+    plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
+    methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
+               for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")}
+    return {
+        "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
+        "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
+        "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
+        "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
+                     "tokens": [tokenizer.decode([token]) for token in ids]} for ids in answers],
+        "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
+        "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
+                    for name, options in methods.items()},
+        "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
+        "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
+
+
+def page(data):
+    """The template with the data in it: no "<" of an answer may end the script that holds it."""
+    template = Path(__file__).with_name("group_page.html").read_text(encoding="utf-8")
+    return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
+
+
+def show(seen, i, tokenizer, config):
+    """Print answer i as a table, a line for each token: grpo_loss with the advantage and the KL of one at a time."""
+    old_logps, logps, mask = (x[[i]] for x in (*seen.updates[:2], seen.mask))
+    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level)
+    options = loss_options(config) | dict(loss_type="dapo", num_items_in_batch=1)
+    print(f"\nanswer {i + 1}, reward {seen.rewards[i].item():.4g}: {seen.rollout.completions[i]!r}")
     print(f"{'token':>14} mask     logp      old   ratio clipped        A     loss")
-    for t, token in enumerate(rollout.completion_ids[i].tolist()):
-        print(f"{tokenizer.decode([token])!r:>14} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} "
-              f"{ratio[i, t]:7.4f} {'yes' if clipped[t] else 'no':>7} {seen['advantages'][i, t]:8.4f} {losses[t]:8.4f}")
+    for t, token in enumerate(seen.rollout.completion_ids[i].tolist()):
+        this = torch.arange(mask.size(1), device=mask.device) == t
+        loss, metrics = grpo.grpo_loss(logps, seen.advantages[[i]] * this, mask, old_logps=old_logps,
+                                       ref_logps=torch.where(this, old_logps, logps), **options)
+        clipped = "yes" if metrics["clip_ratio/region_mean"] > 0 else "no"
+        print(f"{tokenizer.decode([token])!r:>14} {mask[0, t]:4d} {logps[0, t]:8.4f} {old_logps[0, t]:8.4f} "
+              f"{ratio.expand(mask.shape)[0, t]:7.4f} {clipped:>7} {seen.advantages[i, t]:8.4f} {loss:8.4f}")
 
 
 def main(argv):
-    flags = ["--model", "tiny", *(flag for flag in argv if flag != "--all")]     # a later --model wins
-    options, config = grpo.parse_options(flags)
+    own, options, config = parse(argv)
+    config = config if own.html else replace(config, num_iterations=1)  # the table shows the first update
     policy, tokenizer, dataset, reward_funcs = load(options, config)
-    rollout, seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config)
-    rewards = seen["rewards"]
-    print(f"{len(rewards)} answers to {rollout.rows[0]['prompt']!r}")
+    wanted = forgets_the_carry if options.model == "tiny" else lambda rollout: True
+    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    if own.html:
+        return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
+    rewards = seen.rewards
+    print(f"{len(rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
     best, worst = rewards.nan_to_num(-torch.inf).argmax(), rewards.nan_to_num(torch.inf).argmin()
-    for i in range(len(rewards)) if "--all" in argv else (int(best), int(worst)):
-        show(rollout, seen, i, tokenizer, config)
+    for i in range(len(rewards)) if own.all else (int(best), int(worst)):
+        show(seen, i, tokenizer, config)
     mean, std = grpo.group_stats(rewards, len(rewards))
     print(f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}")
 

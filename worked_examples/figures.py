@@ -1,8 +1,9 @@
 """Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page.
 
 `python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands, with
-`--learning_rate 3e-3` and with ten seeds, and writes what hangs on these runs: the output in the README, the csv files
-and the table of page 17. (Another processor adds in another order, and its figures differ a little.)
+`--learning_rate 3e-3` and with ten seeds, and writes what hangs on these runs: the output in the README, the csv files,
+the table of page 17, and the page of a group with its picture, for which Chromium is needed. (Another processor adds in
+another order, and its figures differ a little.)
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import matplotlib
 import numpy
 import torch
+from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -229,6 +231,18 @@ def learning_curves():
     save(figure, "curve.png")
 
 
+def group(folder=HERE):
+    """README: explain.py's page of a group, and its tokens as a browser draws them, after five updates."""
+    page, picture = folder / "group.html", folder / "group.png"
+    subprocess.run([sys.executable, HERE / "explain.py", "--html", page], check=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = Path(scratch, "tokens.html")                           # the page without the text above them
+        tokens.write_text(page.read_text().replace("</style>", "h1 ~ p:not(#key, #note) { display: none } </style>"))
+        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={scratch}/profile",
+                        f"--screenshot={picture}", "--window-size=1200,910", f"{tokens.as_uri()}?5"], check=True)
+    Image.open(picture).quantize(128).save(picture, optimize=True)      # from PIL, which comes with matplotlib
+
+
 METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
            "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
 
@@ -274,6 +288,7 @@ def runs():
 if __name__ == "__main__":
     if sys.argv[1:] == ["run"]:
         runs()
+        group()
     for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse,
                  learning_curves):
         draw()

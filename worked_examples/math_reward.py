@@ -16,6 +16,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
 
+CASES = {  # reward: pairs of answer and solution
+    1.0: [("1/2", "0.5"), ("1,000/2", "500"), (".5", "1/2"), ("It is 42.", "42"), (r"= $\frac12$", "0.5"), ("**7**", "7"),
+          ("$x+1$", "$1+x$"), (r"\boxed{\frac{2}{4}}", r"\frac12"), (r"$2\sqrt{3}$", r"2\sqrt{3}"), ("- 7", "-7"),
+          (r"$\frac12$", r"\[\frac12\]"), (r"= \(\frac12\)", r"\(\frac12\)"), (r"\boxed{2x+3}", "3+2x"), ("B", " B"),
+          ("x^2-1", "$(x-1)(x+1)$"), (r"\boxed{1}\boxed{\text{on}}", r"\boxed{on}"), ("(1,2)", "(1, 2)"), ("5", 5),
+          (r"\boxed{\frac{2}{4}}" + " 1" * 999, "0.5"), (r"\boxed{\frac{\sqrt9}{4}}", "3/4"), (r"\dfrac34", "0.75"),
+          ("0.00001", 1e-5), ("6.02e100", "6.02e+100"), ("a</think>1</think>2", "2"), ("-1,000", "-1000")],
+    0.0: [("0.3333", "1/3"), ("1/0", "1"), ("12,34", "1234"), ("1234,567", "1234567"), (r"$\sqrt{3}$", r"2\sqrt{3}"),
+          ("on", "no"), (r"\boxed{Lyon}", "Paris"), ("42", "no number"), ("2", "2x+3"), ("5x", "5"), (r"3\pi", "3"),
+          ("Рим 7", "Киев 7"), ("Paris 2024", "London 2024"), ("1", 1e-5), ("- 7", "7"), (r"\boxed{1} 2", "2")],
+    None: [("42", ""), ("42", None)]}
+
 
 def plain_number(text):
     """Read "1,000", "-7.0", "1e-05" or "1/2" as an exact fraction; None where the text is anything else."""
