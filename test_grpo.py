@@ -1756,7 +1756,7 @@ def test_each_script_runs(script, flags, printed, cold_starts, monkeypatch):
     monkeypatch.setattr(grpo.module, "cold_start", cold_starts)
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     if script == "benchmark.py":
-        monkeypatch.setattr(grpo.module, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=8))
+        monkeypatch.setattr(grpo.module, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert re.search(printed, out.getvalue(), re.M), out.getvalue()

@@ -24,13 +24,13 @@ def exhibits():
 
 
 def patched(exhibit):
-    """The text of grpo.py with the diff of an exhibit: what stands before @@, and between two, is replaced at once."""
+    """The text of grpo.py with an exhibit's diff in it, whose pieces @@ parts."""
     source = (HERE.parent / "grpo.py").read_text(encoding="utf-8")
     diff = re.search(r"^```diff\n(.*?)\n```$", exhibits()[exhibit], re.S | re.M)[1]
     for hunk in diff.split("\n@@\n"):
         old, new = ("\n".join(line[1:] for line in hunk.split("\n") if line[0] in side) for side in (" -", " +"))
         if source.count(old) != 1:
-            raise ValueError(f"exhibit {exhibit} no longer fits: this stands {source.count(old)} times:\n{old}")
+            raise ValueError(f"exhibit {exhibit} no longer fits; found {source.count(old)} times, not once:\n{old}")
         source = source.replace(old, new)
     return source
 
@@ -51,7 +51,7 @@ def main(argv):
               f"{len(sections)}, beside it --answer, --exhibit or both", file=sys.stderr)
         return 2
     number = int(words[0]) if "--exhibit" in argv else shuffled[int(words[0]) - 1]
-    print(sections[number] if "--answer" in argv else patched(number))
+    print(sections[number] if "--answer" in argv else patched(number).rstrip())
     return 0
 
 
