@@ -1,8 +1,8 @@
 """grpo.py: Group Relative Policy Optimization, one pure function for each equation.
 
 A language model (the policy) answers each prompt G times. The answers are scored, and the tokens of an answer
-become more likely where it beats the mean of its group, less likely where it falls behind. The file follows
-the data: rewards, advantages, log-probs, ratio, KL, masks, aggregation, loss; sampling; Algorithm 1.
+become more likely where it beats the mean of its group, less likely where it falls behind. §1-§8: the maths,
+from rewards to loss; §9: sampling; §10: Algorithm 1 of the paper; §11: the command line.
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl --reward_funcs accuracy
@@ -25,11 +25,11 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     ε_low, ε_high   epsilon_low, epsilon_high        clip range 1 - ε_low ... 1 + ε_high
     β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
 
-The functions of §1-§8 keep dtype and device. A mask may be bool, integer or float. Padding may hold anything,
-NaN and ±inf included: it reaches no value and no gradient of a function that takes the mask. "Args" leaves
-out what this table tells. Most functions begin with _check, which compares the shapes of arguments with those
-named there ("rewards: B" has one axis) and raises a ValueError that names the argument; so does an unknown
-word. A star after the first sentence: not called in training, but by papers beside this one.
+The paper maximises J; a loss here is -J. Defaults are TRL's ("dapo", β = 0, one update on each batch, for
+which ρ = 1 and nothing clips); --preset deepseekmath is the paper's loss. A * after a function's first
+sentence: train never calls it. "Args" leaves out what the table tells. A mask may be bool, integer or float;
+what stands in the padding, NaN included, reaches no value and no gradient. _check, with which most functions
+begin, compares the shapes of arguments with those named there ("rewards: B" has one axis).
 
 Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU, and top-k or
 top-p sampling, whose log-probs would not be the scorer's.
@@ -137,8 +137,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Take the mean and the standard deviation of each group's n rewards (those that are not NaN).
 
     mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)).
-    Source: DeepSeekMath §4.1.2, which leaves correction open: 1 in TRL and CS336, often 0 in worked examples.
-    Args: num_generations G, a divisor of B and more than correction; correction as in torch.std.
+    Source: DeepSeekMath §4.1.2, which leaves correction open: 1 in TRL and CS336.
     Returns: mean (P,), std (P,), NaN where undefined; in a group of equal rewards r - mean is exactly 0.
     """
     _check(locals(), "rewards: B")
@@ -154,12 +153,12 @@ def group_stats(rewards, num_generations, *, correction=1):
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", correction=1, eps=1e-4):
-    """Compare each answer with the other answers to its own prompt.
+    """Compare each answer with the mean of its group.
 
     "group": A_i = (r_i - mean) / (std + eps), mean and std of the group; eps in reward units.
     "batch": the same mean, and the std of the whole batch.
     "none":  A_i = r_i - mean, because 1 / std inflates groups that are nearly all right or all wrong.
-    Source: DeepSeekMath §4.1.2; "none": Dr. GRPO (arXiv:2503.20783) §3.1. eps: TRL has 1e-4, verl 1e-6.
+    Source: DeepSeekMath §4.1.2, without eps (TRL 1e-4, verl 1e-6); "none": Dr. GRPO (arXiv:2503.20783) §3.1.
     Args: as in group_stats. Returns: (B,), exactly 0 in a group of equal rewards, and for a NaN reward.
     """
     mean, std = group_stats(rewards, num_generations, correction=correction)              # (P,), (P,)
@@ -179,7 +178,7 @@ def leave_one_out_advantages(rewards, num_generations):
     """Compare each answer with the mean of the others in its group. *
 
     A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
-    That mean does not depend on the answer itself, which keeps the policy gradient unbiased.
+    A baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (n-1)/n.
     Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a NaN reward and without others.
     """
     centred = group_advantages(rewards, num_generations, scale_rewards="none")            # (B,)
@@ -191,9 +190,9 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     """Let a token answer for every reasoning step that ends at or after it (process supervision). *
 
     A_{i,t} = Σ_{j: end(i,j) >= t} z_{i,j},  z = (r - mean) / (std + eps) over all steps of a group's answers.
-    Source: DeepSeekMath §4.1.3; in none of TRL, verl and OpenRLHF.
+    Source: DeepSeekMath §4.1.3.
     Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of each step's last token.
-    Returns: (B, T), 0 at padding, exactly 0 where all step rewards of a group are equal.
+    Returns: (B, T), 0 at padding and where all step rewards of a group are equal.
     """
     _check(locals(), "step_rewards: B S, step_ends: B S, completion_mask: B T")
     (B, S), T = step_rewards.shape, completion_mask.size(1)
@@ -245,9 +244,9 @@ def completion_mask(completion_ids, eos_token_ids):
 
 
 def selective_log_softmax(logits, index):
-    """Take the log-prob of one word at each position: log p(index) = logit(index) - log Σ_v exp(logit(v)).
+    """Take the log-prob of one token at each position: log p(index) = logit(index) - log Σ_v exp(logit(v)).
 
-    It is log_softmax and gather, without a tensor of the log-probs of all the other words.
+    It is log_softmax and gather, without a tensor of the log-probs of all the other tokens.
     Source: TRL's function of the same name. From (B, T, V) and (B, T) to (B, T), in nats.
     """
     _check(locals(), "logits: B T V, index: B T")
@@ -258,7 +257,7 @@ def selective_log_softmax(logits, index):
 def entropy_from_logits(logits):
     """Measure how open the choice of the next token is, in nats: H = -Σ_v p_v·log p_v, p = softmax(logits).
 
-    Source: Shannon 1948; TRL's entropy_from_logits. From (B, T, V) to (B, T). -inf rules a word out.
+    Source: Shannon 1948. From (B, T, V) to (B, T). A logit of -inf rules a token out.
     """
     logps = logits.log_softmax(-1)                                                        # (B, T, V)
     return -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0)).sum(-1)  # 0·log 0 = 0
@@ -266,6 +265,7 @@ def entropy_from_logits(logits):
 
 def next_token_logits(model, input_ids, mask, keep, temperature, cache=None, use_cache=True):
     """Logits / temperature at the last `keep` positions, (B, keep, V), float32 or wider; and the KV cache."""
+    # With a cache, input_ids are the new tokens alone, and mask covers all so far.
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1):]       # 0 is the first real token's
     output = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep,
                    past_key_values=cache, use_cache=use_cache)
@@ -277,8 +277,8 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                     compute_entropy=False):
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
-    log π = log softmax(logits / temperature)[o_t], at the sampler's temperature, else ρ is not 1 on-policy.
-    A causal LM's logits at position t - 1 score token t, so the T + 1 last positions less the very last do.
+    log π = log softmax(logits / temperature)[o_t]: at another temperature another policy than sampled learns.
+    A causal LM's logits at position t - 1 score token t: of the last T + 1 positions, all but the very last.
     Source: TRL's _get_per_token_logps_and_entropies.
     Args: prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
@@ -288,9 +288,9 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
         raise ValueError("prompt_mask: got a row whose last token is padding; allowed is left-padded prompts")
     real, T = completion_mask != 0, completion_ids.size(1)                                # (B, T)
     mask = torch.cat([prompt_mask != 0, real], 1).long()                                  # (B, L+T)
-    ids = torch.cat([prompt_ids, completion_ids], 1).long() * mask      # a padding id may be no word at all
+    ids = torch.cat([prompt_ids, completion_ids], 1).long() * mask      # padding may hold -100, no token
     logits, _ = next_token_logits(model, ids, mask, T + 1, temperature, use_cache=False)
-    logits = logits[:, :-1]                                             # (B, T, V): at t - 1, those of o_t
+    logits = logits[:, :-1]                                             # (B, T, V), each before its token
     logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])                    # (B, T)
     entropies = entropy_from_logits(logits.detach()).masked_fill(~real, 0) if compute_entropy else None
     return logps.masked_fill(~real, 0), entropies
@@ -316,7 +316,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
-    """Keep the ratio, of any shape, in the trust region, where samples of π_old still tell how good π_θ is.
+    """Clip the ratio, of any shape, to a range in which samples of π_old still tell how good π_θ is.
 
     clip(ρ, 1 - ε_low, 1 + ε_high); no gradient where it clips.
     Source: DeepSeekMath eq. 3, where ε_low = ε_high; DAPO (arXiv:2503.14476) §3.1 raises ε_high alone.
@@ -325,12 +325,12 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    """Make good answers more likely and bad ones less, but not beyond the trust region (PPO, GRPO).
+    """Make good answers more likely and bad ones less, with no reward for going beyond the range (PPO, GRPO).
 
     l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A).
     No gradient where A > 0 and ρ > 1 + ε_high, or A < 0 and ρ < 1 - ε_low: the step has been taken already.
     Where A < 0, nothing bounds l as ρ grows; delta (1 + ε_high or more) does: min(ρ, δ) for the first ρ.
-    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. verl bounds l at 3·|A|.
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4.
     Args: ratio (B, T), or (B, 1) at sequence level; advantages (B,) or (B, T). Returns: (B, T) or (B, 1).
     """
     _check(locals(), "ratio: B 1 or B T, advantages: B or B T")
@@ -343,7 +343,7 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
     """Weigh the loss of REINFORCE, -A·log π, by the capped ratio, so that every token keeps its gradient.
 
     l = -sg[min(ρ, ε_high)]·A·log π_θ, (B, T);  sg: the weight is a constant (detach).
-    Source: CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4; the cap alone and absolute, as in TRL.
+    Source: CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
     """
     _check(locals(), "logps: B T, ratio: B 1 or B T, advantages: B or B T")
     A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages                  # (B, 1 | T)
@@ -366,7 +366,7 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):
     """Correct for a sampler that is not quite the scorer (another engine, another precision). *
 
     w = min(exp(log π_old - log π_sampler), cap), of any shape; a constant (detach) that weighs the loss.
-    Source: Yao et al. 2025, truncated importance sampling; TRL's vllm_importance_sampling_correction.
+    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl); TRL's vllm_importance_sampling_correction.
     """
     _check(locals(), "old_logps: ..., sampling_logps: ...")
     return (old_logps - sampling_logps).exp().clamp(max=cap).detach()
@@ -378,9 +378,9 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats from the sampled tokens alone, one by one. Any shape.
 
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1, which is never negative.
-    Over samples of π_θ the means of k1 and k3 are the KL, that of k2 is not. In a loss the samples are fixed,
-    and the mean gradient is 0 for k1, ∇KL(π_θ‖π_ref) for k2, ∇KL(π_ref‖π_θ) for k3.
-    Source: DeepSeekMath eq. 4 (k3); Schulman 2020, "Approximating KL divergence".
+    Over samples of π_θ the means of k1 and k3 are the KL, that of k2 is not. In a loss no gradient passes
+    through sampling, and a token's mean gradient is 0 for k1, ∇KL(π_θ‖π_ref) for k2, ∇KL(π_ref‖π_θ) for k3.
+    Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; gradients: arXiv:2506.09477.
     """
     _check(locals(), "logps: ..., ref_logps: ...")
     k1 = logps - ref_logps
@@ -431,13 +431,14 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
 
     "grpo":    1/rows·Σ_i (Σ_t l·m / Σ_t m)      every answer weighs the same, a long one's tokens less
     "bnpo":    Σ l·m / Σ m of these rows         every token of this microbatch weighs the same
-    "dr_grpo": Σ l·m / (rows·L_max)              a constant, so that nothing depends on the lengths
+    "dr_grpo": Σ l·m / (rows·T_max)              a token weighs the same in any batch
     "dapo":    Σ l·m / tokens of the batch       every token of the whole batch weighs the same
+    With "grpo" a long wrong answer is punished less per token; Dr. GRPO: "dr_grpo" and scale_rewards="none".
     Given num_rows_in_batch and num_items_in_batch, rows and real tokens of the whole batch (None: of these),
     the values of its microbatches sum to the whole's; not with "bnpo", which train does not offer.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3; TRL.
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3, by group; TRL.
     Args: per_token_loss (B, T), or (B, 1) for one loss per answer. A row without token adds 0, and counts.
-    Gotcha: L_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
+    Gotcha: T_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
     """
     _check(locals(), "completion_mask: B T, per_token_loss: B T or B 1")
     mask = completion_mask != 0
@@ -470,12 +471,11 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Args: advantages (B,) or (B, T), the other tensors (B, T); all log-probs but logps are constants.
         old_logps: None while on-policy. ref_logps: needed where beta > 0. sampling_logps: the sampler's own,
         None: w = 1. entropies: needed where top_entropy_quantile < 1. use_bias_correction_kl: multiply the KL
-        by ρ, so that the mean gradient of k3 is ∇KL(π_θ‖π_ref). policy_loss: "clip", "sapo", or "cispo", for
-        which epsilon_high is the absolute cap: set it, to 5 or so.
+        by ρ, so that a token's mean gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556). policy_loss: "clip",
+        "sapo" or "cispo", for which epsilon_high is the cap of ρ itself: set it, to 5 or so.
     Returns: the scalar loss; metrics, floats, means over real tokens: clip_ratio/low_mean, /high_mean and
-        /region_mean; kl where ref_logps are given, entropy where entropies are.
-    Gotcha: on-policy the value is a mean of -A, which is 0 with "grpo" or at equal lengths, and says nothing;
-        its gradient is REINFORCE's.
+        /region_mean; kl where ref_logps are given (at beta = 0, too), entropy where entropies are.
+    Gotcha: on-policy the "clip" loss is a mean of -A, 0 with "grpo" or at equal lengths: it says nothing.
     """
     _check(locals(), "logps: B T, completion_mask: B T, advantages: B or B T, old_logps: B T or None, "
                      "ref_logps: B T or None, sampling_logps: B T or None, entropies: B T or None")
@@ -554,11 +554,11 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
              pad_token_id=0, temperature=1.0, uniforms=None):
     """Sample G completions for each prompt, and record what the policy thought of each token.
 
-    o_t is the first word v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a
+    o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature): one uniform number a
     token, so that a sample depends on nothing but its own numbers. There is no top_k or top_p.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded. num_generations:
         G. max_completion_length: T. eos_token_ids: one or several. pad_token_id: what follows; may be an EOS.
-        uniforms: (P·G, T) numbers in [0, 1), or None to take the most likely word (greedy).
+        uniforms: (P·G, T) numbers in [0, 1), or None to take the most likely token (greedy).
     Returns: completion_ids, completion_mask, logps, entropies (nats), each (P·G, T'), T' <= T.
     """
     _check(locals(), "prompt_ids: P L, prompt_mask: P L")
@@ -620,7 +620,7 @@ Rollout = namedtuple("Rollout", ["rows", "completions", "prompt_ids", "prompt_ma
 
 
 def sample_rollout(policy, tokenizer, batch, config, step):
-    """Lines 6 and 7: G answers to each question of the batch. The policy as it stands is π_old."""
+    """Algorithm 1, lines 6-7: G answers to each question of the batch. The policy as it stands is π_old."""
     G, T, device = config.num_generations, config.max_completion_length, policy.device
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)         # ids, mask: (P, L)
     eos = torch.tensor(eos_token_ids(policy, tokenizer), device=device)
@@ -651,7 +651,7 @@ class GRPOConfig:
     """TRL's names; there cispo and sapo are a loss_type, max_steps and ref_model_sync_steps count updates."""
 
     learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "how the step size falls")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: and no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm")
@@ -659,7 +659,7 @@ class GRPOConfig:
     num_generations: int = option(8, "G, completions for each prompt")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     per_device_train_batch_size: int = option(8, "rows in one forward and backward pass: memory, not maths")
-    num_iterations: int = option(1, "mu, updates on each batch of completions")
+    num_iterations: int = option(1, "mu, updates on each batch; at 1 the ratio is 1, and nothing clips")
     max_completion_length: int = option(512, "T, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring")
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how the losses of tokens are averaged")
@@ -691,7 +691,9 @@ class GRPOConfig:
             raise InputError("epsilon_high: got None; allowed with cispo is the cap of the ratio, say 5.0")
 
 
-PRESETS = {  # from the papers; every other field keeps its default
+# From the papers; every other field keeps its default. At num_iterations = 1, where ρ = 1, clip, GSPO, CISPO
+# and SAPO have one and the same gradient; the papers split a batch into several updates.
+PRESETS = {
     "deepseekmath": dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False, learning_rate=1e-6,
                          num_generations=64, generation_batch_size=1024, max_completion_length=1024),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
@@ -717,13 +719,12 @@ def initial_state(policy, config, saved=None):
     optimizer.param_groups[0]["initial_lr"] = config.learning_rate
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
                               config.max_steps * mu, {"last_epoch": step * mu - 1})       # counts updates
-    # whole is False from a step's first update until its metrics are recorded: these weights are not saved.
-    return SimpleNamespace(
+    return SimpleNamespace(             # whole: False from an update until its metrics are recorded: no saving
         step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
-    """Line 9, the default of train: from rewards (B, F) to advantages (B, T)."""
+    """Line 9 of Algorithm 1 as it stands: from rewards (B, F) to advantages (B, T)."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)                    # (B,)
     advantages = group_advantages(rewards, config.num_generations, scale_rewards=config.scale_rewards)
     return broadcast_advantages(advantages, rollout.completion_mask)
@@ -733,16 +734,16 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
           compute_advantages=outcome_advantages):
     """Algorithm 1 of DeepSeekMath, with its line numbers on the right: a generator, which learns as it runs.
 
-    π_old is no copy: it is the policy while it samples, of which the log-probs are kept. Line 12, a reward
-    model that learns, too, stands in worked_examples/iterative_grpo.py.
+    π_old is no copy of the policy: what the first update computes before its step is kept as log π_old. Line
+    12, a reward model that learns, too, stands in worked_examples/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer. dataset: dicts
         with "prompt" and further columns. reward_funcs: as in §1. state: where to go on (None: afresh).
         compute_advantages: how rewards (B, F) become advantages (B, T).
-    Yields: after each step the state, the Rollout and the metrics, a dict under TRL's names.
+    Yields: after each step the state, the Rollout and the metrics (of the last update), under TRL's names.
     """
-    state = state or initial_state(policy, config)                                        # 1
-    policy.eval()                                                       # with dropout, ρ would not be 1
-    while state.step < config.max_steps:                                                  # 2, 4
+    policy.eval()                                                       # dropout is another policy each time
+    state = state or initial_state(policy, config)                                        # line 1
+    while state.step < config.max_steps:                                                  # lines 2, 4
         started = time.perf_counter()
         if state.reference and config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                          # 3: π_ref ← π_θ
@@ -751,24 +752,24 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
         ref_logps = reference_logps(state, rollout, advantages, config) if state.reference else None
-        old_logps = None                                                # π_old is π_θ still
+        old_logps = None                                                # π_θ is π_old still
         for _ in range(config.num_iterations):                                            # 10: μ
             logps, update = update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config)
-            old_logps = logps if old_logps is None else old_logps       # of the first, before its step
+            old_logps = logps if old_logps is None else old_logps       # 11: before the first one's step
         state.step += 1
         metrics = {**update, **step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)}
         yield state, rollout, {"step": state.step, "step_time": time.perf_counter() - started, **metrics}
 
 
 def sample_batch(dataset, config, step):
-    """Line 5: the B / G prompts of a step."""
+    """Algorithm 1, line 5: the B / G prompts of a step."""
     count, n = config.generation_batch_size // config.num_generations, len(dataset)
     chosen = numpy.random.default_rng([config.seed, 3, step]).choice(n, count, replace=count > n)
     return [dataset[i] for i in chosen]
 
 
 def compute_rewards(reward_funcs, rollout):
-    """Line 8: what each reward function says of each completion, (B, F), None as NaN."""
+    """Algorithm 1, line 8: what each reward function says of each completion, (B, F), None as NaN."""
     columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
     ids = [row[m != 0].tolist() for row, m in zip(rollout.completion_ids, rollout.completion_mask)]
     columns |= {"prompts": columns.pop("prompt"), "completions": rollout.completions, "completion_ids": ids}
@@ -776,14 +777,13 @@ def compute_rewards(reward_funcs, rollout):
     for f in reward_funcs:
         r = list(f(**columns))
         if len(r) != len(ids) or not all(x is None or math.isfinite(x) for x in r):
-            allowed = f"{len(ids)} items, each a finite number or None"
-            raise InputError(f"reward function {f.__name__}: got {r!r:.100}; allowed is {allowed}")
+            raise InputError(f"reward function {f.__name__}: got {r!r:.99}; allowed is {len(ids)} numbers")
         rewards_per_func.append([math.nan if x is None else float(x) for x in r])
     return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
 
 def microbatches(advantages, rollout, config):
-    """The mask of the loss (B, T), and the rows that learn (not if A = β = 0), in parts of one pass each."""
+    """The mask of the loss (B, T), and the rows with a gradient (not if A = β = 0), in parts of one pass."""
     mask = rollout.completion_mask
     if config.mask_truncated_completions:
         mask = mask * rollout.terminated.unsqueeze(1)
@@ -808,7 +808,7 @@ def reference_logps(state, rollout, advantages, config):
 
 
 def update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config):
-    """Line 11: one step of AdamW on the loss of the whole batch; the parts' gradients add up to its gradient.
+    """Algorithm 1, line 11: a step of AdamW on the whole batch's loss; the gradients of its parts add up.
 
     Returns: logps (B, T) before the step, the sampler's own in rows that do not learn; the metrics.
     """
@@ -820,7 +820,8 @@ def update_policy(policy, state, rollout, advantages, old_logps, ref_logps, conf
     options["epsilon_high"] = config.epsilon if config.epsilon_high is None else config.epsilon_high
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = Counter(dict.fromkeys(names, 0.0))                        # of no part yet
-    state.optimizer.zero_grad(set_to_none=False)                        # without any part, too, AdamW goes on
+    for p in policy.parameters():
+        p.grad = torch.zeros_like(p)                                    # without a part, too, momentum moves
     for rows in parts:
         new_logps = rollout_logps(policy, rollout, rows, config)                          # (rows, T)
         logps[rows] = new_logps.detach()
@@ -942,8 +943,7 @@ def load_dataset(path):
         except (ValueError, AttributeError):                            # no JSON, no object
             fits = False
         if not fits:
-            allowed = "an object with prompt and the keys of line 1"
-            raise ValueError(f"dataset: {path}, line {n}: got {line:.80}; allowed is {allowed}")
+            raise ValueError(f"dataset: {path}, line {n}: got {line:.80}; allowed: prompt and line 1's keys")
     return rows
 
 
