@@ -142,7 +142,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     """
     _check(locals(), "rewards: B")
     if num_generations <= correction or len(rewards) % num_generations:
-        raise ValueError(f"num_generations: got {num_generations}; allowed divides {len(rewards)}, not 1")
+        raise ValueError(f"num_generations: got {num_generations}; allowed: divisors of {len(rewards)}, not 1")
     r = rewards.reshape(-1, num_generations)                                              # (P, G)
     lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
     r = r - lowest                  # equal rewards are exactly 0 now; the mean of three times 0.1 is not 0.1
@@ -546,7 +546,7 @@ def _check(arguments, shapes):
 # §9 Sampling ----------------------------------------------------------------------------------------------
 
 class InputError(ValueError):
-    """What the user can put right: the command line says it in one line, without a traceback."""
+    """An error that the user can put right: shown in one line, exit code 2."""
 
 
 @torch.no_grad()
@@ -601,8 +601,8 @@ def encode_prompts(tokenizer, prompts, device):
     chat = not isinstance(prompts[0], str)
     if chat:
         prompts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
-    options = dict(padding=True, padding_side="left", return_tensors="pt", add_special_tokens=not chat)
-    inputs = tokenizer(prompts, **options).to(device)
+    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt",
+                       add_special_tokens=not chat).to(device)
     return inputs["input_ids"], inputs["attention_mask"]
 
 
@@ -719,7 +719,7 @@ def initial_state(policy, config, saved=None):
     optimizer.param_groups[0]["initial_lr"] = config.learning_rate
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
                               config.max_steps * mu, {"last_epoch": step * mu - 1})       # counts updates
-    return SimpleNamespace(             # whole: False from an update until its metrics are recorded: no saving
+    return SimpleNamespace(             # whole: False from an update until it is recorded: weights of no step
         step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
@@ -783,7 +783,7 @@ def compute_rewards(reward_funcs, rollout):
 
 
 def microbatches(advantages, rollout, config):
-    """The mask of the loss (B, T), and the rows with a gradient (not if A = β = 0), in parts of one pass."""
+    """The mask of the loss (B, T); the rows with a token and, at β = 0, an advantage, in parts of a pass."""
     mask = rollout.completion_mask
     if config.mask_truncated_completions:
         mask = mask * rollout.terminated.unsqueeze(1)
@@ -847,7 +847,7 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
     rewards, mask = combine_rewards(rewards_per_func, config.reward_weights), rollout.completion_mask
     metrics = {
         "reward": rewards.nanmean(), "reward_std": group_stats(rewards, len(rewards))[1],
-        "frac_reward_zero_std": (group_stats(rewards, config.num_generations)[1] == 0).float().mean(),
+        "frac_reward_zero_std": 1 - (group_stats(rewards, config.num_generations)[1] > 0).float().mean(),
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),
         "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens

@@ -31,8 +31,8 @@ def patched(exhibit):
         old, new = ("\n".join(line[1:] for line in hunk.split("\n") if line[0] in side) for side in (" -", " +"))
         if source.count(old) != 1:
             raise ValueError(f"exhibit {exhibit} no longer fits; found {source.count(old)} times, not once:\n{old}")
-        source = source.replace(old, new)
-    return source
+        source = source.replace(old, new.ljust(len(old)))               # a comment beside it stays in its column
+    return re.sub(" +$", "", source, flags=re.M)
 
 
 def with_bug(exhibit):
@@ -44,7 +44,7 @@ def with_bug(exhibit):
 
 def main(argv):
     sections = exhibits()
-    shuffled = random.Random(2).sample(list(sections), len(sections))
+    shuffled = random.Random(4).sample(list(sections), len(sections))
     words = [word for word in argv if word not in ("--answer", "--exhibit")]
     if len(words) != 1 or not words[0].isdecimal() or int(words[0]) not in sections:
         print(f"spot_the_bug.py: error: got {' '.join(argv) or 'nothing'}; allowed is a number from 1 to "

@@ -2,13 +2,14 @@
 
     python worked_examples/walkthrough.py
 
-It is what one turn of grpo.train does, with each line of Algorithm 1 in a cell of its own, and it prints what the line
-makes: answers, rewards, advantages, log-probs, loss, gradient. At the end it lets train do the same. The numbers differ
-from one kind of processor to another, since rounding grows over the cold start's steps; what is asserted holds on all.
-One thread: about 20 seconds, most of it the cold start.
+It is what one turn of grpo.train does, each line of Algorithm 1 in a cell of its own. Each cell says what to expect,
+then prints it: answers, rewards, advantages, log-probs, loss, gradient. At the end train does the same. The numbers
+differ from one kind of processor to another, as rounding grows over the cold start; what is asserted holds on all.
+One thread: half a minute, most of it the cold start.
 """
 
-# %% The parts: a model of 105,280 random weights, a tokenizer of one token a character, problems with their solutions
+# %% The parts: a model of 105,280 random weights, a tokenizer, problems with their solutions.
+# Expect one token for each character of a prompt.
 import copy
 import sys
 from pathlib import Path
@@ -21,88 +22,99 @@ import grpo
 torch.set_num_threads(1)                                                  # for so small a model, more would wait
 G = 8
 config = grpo.GRPOConfig(**grpo.TINY | dict(
-    num_generations=G, generation_batch_size=64, warmup_steps=0, loss_type="grpo", beta=0.04,
+    num_generations=G, generation_batch_size=64, learning_rate=1e-4, warmup_steps=0, loss_type="grpo", beta=0.04,
     use_bias_correction_kl=False))
 tokenizer = grpo.tiny_tokenizer()
 policy = grpo.tiny_model(tokenizer, seed=0)
 problems, _ = grpo.tiny_problems(seed=0)
-print(problems[0], tokenizer(problems[0]["prompt"])["input_ids"])
+prompt_ids = tokenizer(problems[0]["prompt"])["input_ids"]
+print(problems[0], prompt_ids)
+assert len(prompt_ids) == len(problems[0]["prompt"]) == 6
 
-# %% A short cold start, so that some answers are right; a real run takes 500 steps
-grpo.cold_start(policy, tokenizer, problems, seed=0, steps=120)
+# %% The cold start: the policy imitates a teacher that mostly forgets the carry
+grpo.cold_start(policy, tokenizer, problems, seed=0)
 reference = copy.deepcopy(policy)                                         # line 3 of Algorithm 1: π_ref ← π_θ
 for_train = copy.deepcopy(policy)                                         # for the last cell
 
-# %% Lines 5 to 7: a batch of P = 8 questions, G = 8 answers to each: B = 64 rows. The policy as it stands is π_old
+# %% Lines 5 to 7: a batch of P = 8 questions, G = 8 answers to each: B = 64 rows. The policy as it stands is π_old.
+# Expect worked answers of about 20 tokens that come to an end; where there is a carry, it is often forgotten.
 batch = grpo.sample_batch(problems, config, step=0)
 rollout = grpo.sample_rollout(policy, tokenizer, batch, config, step=0)
 mask = rollout.completion_mask                                                                                # (B, T)
 for row, text in zip(rollout.rows[::G], rollout.completions[::G]):
     print(row["prompt"] + text)
 print("lengths with EOS:", mask.sum(1).tolist())
-assert rollout.completion_ids.shape == mask.shape == rollout.logps.shape and mask.any(1).all()
+assert rollout.completion_ids.shape == mask.shape == rollout.logps.shape and rollout.terminated.float().mean() > 0.9
 
-# %% Line 8: reward each answer, 1 for the right number, 1 for the form
+# %% Line 8: reward each answer, 1 for the right number, 1 for the form. Expect the form everywhere, or nearly so, and
+# about half of the numbers: sums of 2 and 1.
 solutions = [row["solution"] for row in rollout.rows]
 accuracy = grpo.accuracy_reward(rollout.completions, solutions)
 form = grpo.think_format_reward(rollout.completions)
 rewards = grpo.combine_rewards(torch.tensor([accuracy, form]).T)                                              # (B,)
 print("rewards, a line for each group:", *rewards.view(-1, G).tolist(), sep="\n")
+assert sum(form) > 0.9 * 64 and 0.2 * 64 < sum(accuracy) < 0.9 * 64
 
-# %% Line 9: compare each answer with the others to its own question
+# %% Line 9: compare each answer with the others to its own question. Expect zeros where all of a group are equal. In any
+# other group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
 mean, std = grpo.group_stats(rewards, G)                                                                      # (P,)
 advantages = grpo.group_advantages(rewards, G)                                                                # (B,)
 print("means:", mean.tolist(), "stds:", std.tolist())
-assert advantages.view(-1, G).sum(1).abs().max() < 1e-5                   # who was better, not how good all were
-assert not advantages.view(-1, G)[std == 0].any()                         # a group of equal rewards teaches nothing
+groups = advantages.view(-1, G)                                                                               # (P, G)
+assert groups.sum(1).abs().max() < 1e-5 and not groups[std == 0].any() and (std == 0).any() and (std > 0).any()
+torch.testing.assert_close(groups[std > 0].square().sum(1), torch.full_like(std[std > 0], G - 1), rtol=1e-3, atol=0)
 per_token = grpo.broadcast_advantages(advantages, mask)                                                       # (B, T)
 assert torch.equal(per_token[:, 0], advantages) and not per_token[mask == 0].any()
 
-# %% Score the answers with the same weights: log π_θ(o_t). The sampler recorded the same numbers, up to rounding
+# %% Score the answers with the same weights: log π_θ(o_t). Expect what the sampler recorded, up to rounding.
 inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, mask)
 logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
 old_logps = logps.detach()
 print("greatest difference to the sampler:", ((logps - rollout.logps) * mask).abs().max().item())
 torch.testing.assert_close(old_logps, rollout.logps, atol=1e-4, rtol=0)
 
-# %% Line 10: the loss on-policy. Every ratio is 1, so its value is about 0, and its gradient is not
-ref_logps = old_logps                                                     # the reference is the policy still: KL = 0
-options = dict(ref_logps=ref_logps, beta=config.beta, loss_type=config.loss_type)
+# %% Line 10: the loss on-policy. All ratios are 1, and the reference is the policy still. Expect a loss of 0, a KL of 0,
+# and nothing clipped.
+options = dict(ref_logps=old_logps, beta=config.beta, loss_type=config.loss_type)
 loss, metrics = grpo.grpo_loss(logps, advantages, mask, old_logps=old_logps, **options)
 print(f"loss {loss.item():.6f}, {metrics}")
 assert abs(loss.item()) < 1e-5 and metrics["clip_ratio/region_mean"] == metrics["kl"] == 0.0
 
-# %% The same number by hand: ratio, surrogate, mean over each answer's tokens, mean over the answers
+# %% The same by hand: ratio, surrogate, mean over each answer's tokens, mean over the answers. Expect the same number.
 ratio = grpo.importance_ratio(logps, old_logps, mask)
 per_token_loss = grpo.clipped_surrogate_loss(ratio, advantages)
 by_hand = sum((per_token_loss[i] * mask[i]).sum() / mask[i].sum() for i in range(64)) / 64
+print(f"by hand {by_hand.item():.6f}")
 torch.testing.assert_close(by_hand, loss)
 
-# %% Line 11: one step of gradient descent
+# %% Line 11: one step of gradient descent. The loss is 0; expect a gradient that is not.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
 optimizer.zero_grad()                                                     # the cold start has left a gradient behind
 loss.backward()
 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
 print("gradient norm:", grad_norm)
+assert grad_norm > 0.01
 optimizer.step()
 
-# %% What has it done? Answers above their group's mean have gained on those below it. (Both may fall: all share the
-# weights, and AdamW's first step is as long for a small gradient as for a large one. The difference is what is learned.)
+# %% What has it done? Expect that answers above their group's mean have become more likely, those below it less.
 new_logps = grpo.per_token_logps(policy, *inputs)[0].detach()
 change = ((new_logps - old_logps) * mask).sum(1)                                                              # (B,)
-print(f"mean change of the log-prob where A > 0: {change[advantages > 0].mean():+.3f}")
-print(f"mean change of the log-prob where A < 0: {change[advantages < 0].mean():+.3f}")
+print(f"mean change of an answer's log-prob where A > 0: {change[advantages > 0].mean():+.3f}")
+print(f"mean change of an answer's log-prob where A < 0: {change[advantages < 0].mean():+.3f}")
+assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
 
-# %% A second update on the same answers sees ratios other than 1; now there is something to clip, and a KL
+# %% A second update on the same answers. Expect ratios on both sides of 1, some tokens clipped, few of all; a loss below
+# 0, which is what the first step was for; and a first trace of a KL, which k3 never lets fall below 0.
 loss, metrics = grpo.grpo_loss(new_logps, advantages, mask, old_logps=old_logps, **options)
 ratio = grpo.importance_ratio(new_logps, old_logps, mask)[mask == 1]
 print(f"ratios {ratio.min().item():.3f} ... {ratio.max().item():.3f}, loss {loss.item():.5f}, {metrics}")
+assert ratio.min() < 1 < ratio.max() and loss.item() < 0 < metrics["clip_ratio/region_mean"] < 0.2
 with torch.no_grad():
     kl = grpo.kl_estimate(new_logps, grpo.per_token_logps(reference, *inputs)[0])
 torch.testing.assert_close(torch.tensor(metrics["kl"]), (kl * mask).sum() / mask.sum())
-assert (kl >= 0).all()
+assert (kl >= 0).all() and 0 < metrics["kl"] < 0.1
 
-# %% The same step by train, from the weights after the cold start
+# %% The same step by train, from the weights after the cold start. Expect the same answers, rewards and gradient.
 steps = grpo.train(for_train, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], config)
 state, same_rollout, metrics = next(steps)
 print("train says:", metrics)

@@ -1,11 +1,14 @@
-"""Tests of explain.py and its page: the data against closed forms, the flags, and the page in a browser.
+"""Tests of the scripts that stand here: each runs; formulas, judge and figures; explain.py and its page in a browser.
 
-    python -m pytest -q worked_examples/test_explain.py
+    python -m pytest -q worked_examples
 
 The last one needs selenium, Chromium and its driver, and is skipped without them.
 """
 
+import contextlib
 import functools
+import inspect
+import io
 import itertools
 import json
 import math
@@ -16,13 +19,91 @@ import shutil
 import statistics
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_grpo import EXAMPLES, SMALL, command, data, grpo, make_model, models  # noqa: F401: two are fixtures
+from test_grpo import EXAMPLES, SMALL, command, data, grpo, make_model, models, python  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def cold_starts():
+    """The weights after a whole cold start, by seed: each is learned once for all scripts."""
+    cold_start = grpo.module.cold_start
+
+    @functools.cache
+    def weights(seed):
+        model = grpo.tiny_model(grpo.tiny_tokenizer(), seed)
+        cold_start(model, grpo.tiny_tokenizer(), grpo.tiny_problems(seed)[0], seed)
+        return model.state_dict()
+
+    def begin(model, tokenizer, problems, seed, *, steps=500):
+        return model.load_state_dict(weights(seed)) if steps == 500 else cold_start(
+            model, tokenizer, problems, seed, steps=steps)
+
+    return begin
+
+
+@pytest.mark.parametrize("script, flags, printed", [
+    ("walkthrough.py", "", r"^gradient norm: \d"), ("benchmark.py", "--rounds 1", r"^G doubled / once +\d"),
+    ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
+    ("explain.py", "", r"^rewards \[.*\], mean \S+, std \S+$"),
+    ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
+     r"^true accuracy: \S+ -> \S+$")])
+def test_each_script_runs(script, flags, printed, cold_starts, monkeypatch):
+    monkeypatch.setattr(grpo.module, "cold_start", cold_starts)
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    if script == "benchmark.py":
+        monkeypatch.setattr(grpo.module, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert re.search(printed, out.getvalue(), re.M), out.getvalue()
+
+
+def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
+    import math_verify
+    script = runpy.run_path(str(EXAMPLES / "math_reward.py"))
+    reward = script["math_accuracy_reward"]
+    with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
+        assert pool.submit(reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
+    parse, verify = mock.Mock(wraps=math_verify.parse), mock.Mock(wraps=math_verify.verify)
+    monkeypatch.setattr(math_verify, "parse", parse)
+    monkeypatch.setattr(math_verify, "verify", verify)
+    assert not any(reward(["I do not know", "", r"\frac{a}{b}", "<think>7</think>x"], ["-1,000"] * 4))
+    assert not parse.called                         # without a digit, an answer needs no parser
+    for want, pairs in script["CASES"].items():
+        for answer, solution in pairs:
+            assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer, solution)
+    hostile = ["1" * 10**5, "$" + "{" * 10**5, "(" * 10**5, "\\boxed{" * 15_000, "1,234" * 20_000, " " * 10**5 + "x"]
+    assert not any(reward([*hostile, "</think>" * 12_000, "1/" * 50_000], ["7"] * 8))
+    assert reward(["x" * 10_000 + r"$\frac{2}{4}$"], [r"\frac12"]) == [1.0] and verify.called
+    for call in parse.call_args_list + verify.call_args_list:
+        assert [0 < seconds <= 5 for seconds in call.kwargs.values()] == [True] and len(str(call.args[0])) <= 1002
+
+
+def test_a_judge_without_a_trained_head_is_refused(data, monkeypatch):
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/Llama"))
+    with pytest.raises(ValueError, match="REWARD_MODEL: .* has no .*score"):
+        runpy.run_path(str(EXAMPLES / "reward_model.py"))["reward_model"](["1"], ["2"])
+
+
+def test_every_figure_is_drawn_by_the_script_beside_it(tmp_path):
+    figures = runpy.run_path(str(EXAMPLES / "figures.py"), run_name="figures")
+    figures["save"].__globals__["save"] = lambda figure, name: figure.savefig(tmp_path / name, dpi=10)
+    for name, draw in figures.items():
+        if inspect.isfunction(draw) and not inspect.signature(draw).parameters and name != "runs":
+            draw()
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in EXAMPLES.glob("*.png")} - {"group.png"}
+
+
+def test_the_same_run_in_trl_learns_the_same(data):
+    pytest.importorskip("trl")
+    done = python(EXAMPLES / "the_same_run_in_trl.py", "--compare", *command(data, output_dir=data / "trl"))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @functools.cache
