@@ -142,7 +142,8 @@ def group_stats(rewards, num_generations, *, correction=1):
     """
     _check(locals(), "rewards: B")
     if num_generations <= correction or len(rewards) % num_generations:
-        raise ValueError(f"num_generations: got {num_generations}; allowed: divisors of {len(rewards)}, not 1")
+        allowed = f"a divisor of {len(rewards)} above correction = {correction}"
+        raise ValueError(f"num_generations: got {num_generations}; allowed is {allowed}")
     r = rewards.reshape(-1, num_generations)                                              # (P, G)
     lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
     r = r - lowest                  # equal rewards are exactly 0 now; the mean of three times 0.1 is not 0.1
@@ -330,8 +331,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A).
     No gradient where A > 0 and ρ > 1 + ε_high, or A < 0 and ρ < 1 - ε_low: the step has been taken already.
     Where A < 0, nothing bounds l as ρ grows; delta (1 + ε_high or more) does: min(ρ, δ) for the first ρ.
-    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4.
-    Args: ratio (B, T), or (B, 1) at sequence level; advantages (B,) or (B, T). Returns: (B, T) or (B, 1).
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: ratio (B, T), or (B, 1) at
+        sequence level; advantages (B,) or (B, T). Returns: (B, T) or (B, 1).
     """
     _check(locals(), "ratio: B 1 or B T, advantages: B or B T")
     A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages                  # (B, 1 | T)
@@ -526,8 +527,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 def _check(arguments, shapes):
     """Raise a ValueError that names the first argument whose shape is not as it should be.
 
-    "logps: B T, advantages: B or B T, ref_logps: B T or None" names the axes of each argument: a letter is
-    one size throughout the call, 1 is 1, and "..." any axes, which are the same throughout.
+    In "logps: B T, advantages: B or B T, ref_logps: B T or None" a letter is one size throughout the call.
     """
     sizes = {"1": 1}                                                    # of each letter, as found so far
     for name, allowed in (part.split(": ") for part in shapes.split(", ")):
@@ -783,7 +783,7 @@ def compute_rewards(reward_funcs, rollout):
 
 
 def microbatches(advantages, rollout, config):
-    """The mask of the loss (B, T); the rows with a token and, at β = 0, an advantage, in parts of a pass."""
+    """The mask of the loss (B, T); rows with a token and, at β = 0, an advantage, in parts of one pass."""
     mask = rollout.completion_mask
     if config.mask_truncated_completions:
         mask = mask * rollout.terminated.unsqueeze(1)
@@ -943,7 +943,7 @@ def load_dataset(path):
         except (ValueError, AttributeError):                            # no JSON, no object
             fits = False
         if not fits:
-            raise ValueError(f"dataset: {path}, line {n}: got {line:.80}; allowed: prompt and line 1's keys")
+            raise ValueError(f"dataset: {path}, line {n}: got {line:.80}; allowed is prompt, line 1's keys")
     return rows
 
 
