@@ -1707,7 +1707,7 @@ def test_the_readme_names_what_exists():
     for function, test, page in rows:
         assert callable(getattr(grpo, function)) and callable(globals()[test]) and (HERE / page).is_file()
     assert all((HERE / link).exists() for link in re.findall(r"\]\((?!http)([^)#]+)", text))
-    assert len(list(exhibits())) >= 20
+    assert len(SPOT.exhibits()) >= 20
     assert set(re.findall(r"--[a-z]\w+", text)) - {"--nproc_per_node", "--tb"} <= set(re.findall(r"--\w+", options))
 
 
@@ -1742,14 +1742,7 @@ def test_the_homework_has_every_formula_and_no_answer(tmp_path):
 
 # The bug museum ------------------------------------------------------------------------------------------------------
 
-def exhibits():
-    """Its patches: the old and the new text of each hunk, and the tests that must catch it."""
-    for exhibit in (EXAMPLES / "bug_museum.md").read_text().split("\n## ")[1:] if OWN else []:
-        hunks = []
-        for hunk in re.search(r"```diff\n(.*?)\n```", exhibit, re.S)[1].split("\n@@\n"):
-            lines = hunk.splitlines()
-            hunks.append(["\n".join(line[1:] for line in lines if line[:1] in side) for side in (" -", " +")])
-        yield pytest.param(hunks, re.findall(r"`(test_\w+)`", exhibit.split("Caught by:")[1]), id=exhibit.split(".")[0])
+SPOT = types.SimpleNamespace(**runpy.run_path(str(EXAMPLES / "spot_the_bug.py")))
 
 
 class Failures(list):
@@ -1760,19 +1753,25 @@ class Failures(list):
             self.append((call.when, call.excinfo))
 
 
-@pytest.mark.parametrize("hunks, tests", list(exhibits()))
-def test_the_bug_museum(hunks, tests, monkeypatch, tmp_path):
+@pytest.mark.parametrize("exhibit", SPOT.exhibits())
+def test_the_bug_museum(exhibit, monkeypatch, tmp_path):
     """The tests named fail on the patched file: in an assertion, or by an error inside it."""
-    source, patched = Path(grpo.module.__file__).read_text(), tmp_path / "grpo_bug.py"
-    for old, new in hunks:
-        assert source.count(old) == 1, f"the patch no longer fits:\n{old}"
-        source = source.replace(old, new)
-    patched.write_text(source)
+    patched = tmp_path / "grpo_bug.py"
+    patched.write_text(SPOT.patched(exhibit))
     monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(patched)).module)
-    for test in tests:
+    for test in re.findall(r"`(test_\w+)`", SPOT.exhibits()[exhibit].split("Caught by:")[1]):
         failures, quiet = Failures(), "-q -x --tb=no -p no:cacheprovider -W ignore".split()
         pytest.main([*quiet, f"{__file__}::{test}"], plugins=[failures])
         (when, excinfo), = failures or [(None, None)]
         assert when == "call", f"{test} does not catch it"
         inside = any(entry.path == patched for entry in excinfo.traceback)
         assert inside or excinfo.errisinstance((AssertionError, pytest.fail.Exception)), f"{test}: {excinfo.exconly()}"
+
+
+def test_spot_the_bug_shuffles_the_museum(capsys):
+    said = lambda *words: (SPOT.main(words), capsys.readouterr().out.strip())[1]
+    pairs = lambda *flags: [(said(n, *flags), said("--answer", n, *flags)) for n in map(str, range(1, len(museum) + 1))]
+    museum = [(SPOT.patched(n).strip(), section) for n, section in SPOT.exhibits().items()]
+    assert pairs("--exhibit") == museum != pairs() and sorted(pairs()) == sorted(museum)
+    for wrong in ([], ["0"], [str(len(museum) + 1)], ["one"], ["1", "2"], ["1", "--help"]):
+        assert SPOT.main(wrong) == 2 and re.fullmatch(f".* from 1 to {len(museum)}, .*\n", capsys.readouterr().err)
