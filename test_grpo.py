@@ -1141,23 +1141,6 @@ def test_the_sampler_is_compared_with_the_scorer(monkeypatch):
             assert found == pytest.approx(difference, abs=1e-5)
 
 
-def test_top_entropies_are_three_lines_of_the_users():
-    """The advantages of all other tokens are 0; the quantile is that of the whole batch, not of a part."""
-    def keep_top_entropy(rewards_per_func, rollout, config):
-        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        return advantages * grpo.top_entropy_mask(rollout.entropies, rollout.completion_mask, 0.3)
-
-    policy = make_model("Llama").double()
-    twin, options = copy.deepcopy(policy), dict(loss_type="grpo", per_device_train_batch_size=3)
-    (_, r, metrics), = steps_of(policy, train={"compute_advantages": keep_top_entropy}, **options)
-    logps, entropies = grpo.per_token_logps(twin, *r[2:6], compute_entropy=True)
-    rewards = torch.tensor(by_row(range(8)))
-    grpo.grpo_loss(logps, grpo.group_advantages(rewards, 4), r.completion_mask, loss_type="grpo", entropies=entropies,
-                   top_entropy_quantile=0.3)[0].backward()
-    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), math.inf)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-
-
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
     model = make_model("Llama")
     passes = passes_of(model)

@@ -65,8 +65,10 @@ def unwritten(mine, exercises):
     return [name for name in exercises if "NotImplementedError" in names.get(name, ["NotImplementedError"])]
 
 
-def put(mine, grpo):
+def put(path, grpo):
     """Put a student's functions in the place of grpo.py's; what is not written, or lacks an argument, is grpo.py's."""
+    mine = {"__name__": Path(path).stem, "__file__": path}
+    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), mine)
     exercises = {name: f for name, f in vars(grpo).items() if "Source:" in (inspect.isfunction(f) and f.__doc__ or "")}
     left = unwritten(mine, exercises)
     for name, ours in exercises.items():
@@ -111,9 +113,7 @@ def main(path, *flags):
     import torch
     import grpo
     torch.set_num_threads(1)                                            # for so little work, more would wait
-    mine = {"__name__": "my_grpo"}
-    exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), mine)
-    print(put(mine, grpo))
+    print(put(path, grpo))
     if flags:
         return grpo.main(list(flags))
     print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th")
