@@ -3,7 +3,7 @@
 Each function of §1-§8 has a twin here in pure Python: lists without padding, so that it cannot share a masking bug.
 Beside it stand gradients, worked numbers of the guides, and exact enumeration. With GRPO_MODULE=my_grpo.py they test
 that file: what it lacks or has not written yet (raise NotImplementedError) is skipped by name, and what goes beyond the
-formula (NaN rewards, NaN in padding, exact zeros in float32, error messages) is left out, unless GRPO_BEYOND=1.
+formula is left out, unless GRPO_BEYOND=1, or one step of it: digits, equal, missing, empty, padding or positions.
 """
 
 import ast
@@ -40,13 +40,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 HERE = Path(__file__).resolve().parent
 README, EXAMPLES = HERE / "README.md", HERE / "worked_examples"
-settings.register_profile("grpo", deadline=None, database=None, report_multiple_bugs=False,
-                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 40)), derandomize=True)
+settings.register_profile("grpo", deadline=None, database=None, report_multiple_bugs=False, derandomize=True,
+                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 40)), phases=set(Phase) - {Phase.explain})
 settings.load_profile("grpo")
 torch.set_num_threads(1)
 nan, inf = math.nan, math.inf
@@ -61,20 +61,28 @@ class ModuleUnderTest:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         self.module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
-        self.own, self.strict = own, own or "GRPO_BEYOND" in os.environ
+        self.step = os.environ.get("GRPO_BEYOND")
+        self.own, self.strict = own, own or self.step == "1"
+        self.asked = []                             # the functions that the test at hand has asked for
 
     def __getattr__(self, name):
         if name.startswith(("_", "pytest")):        # what pytest asks of every object
             raise AttributeError(name)
+        self.asked.append(name)
         if not self.own and not hasattr(self.module, name):
             pytest.skip(f"{self.module.__name__} has no {name}")
         value = getattr(self.module, name)
         return value if self.own or not inspect.isfunction(value) else functools.partial(self.lenient, name, value)
 
+    def at(self, step):
+        return self.strict or self.step == step
+
+    def lacks(self, name, options):
+        parameters = inspect.signature(getattr(self.module, name, lambda: 0)).parameters.values()
+        return set(options) - {name if p.kind is p.VAR_KEYWORD else p.name for p in parameters for name in options}
+
     def lenient(self, name, function, *args, **options):
-        parameters = inspect.signature(function).parameters.values()
-        lacks = set(options) - {p.name for p in parameters}
-        if lacks and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        if lacks := self.lacks(name, options):
             pytest.skip(f"{self.module.__name__}.{name} has no argument {', '.join(sorted(lacks))}")
         try:
             return function(*args, **options)
@@ -86,7 +94,8 @@ class ModuleUnderTest:
 
 
 OWN = "GRPO_MODULE" not in os.environ
-grpo = ModuleUnderTest(os.environ.get("GRPO_MODULE", "grpo"), own=OWN)
+reference = ModuleUnderTest("grpo", own=True)
+grpo = reference if OWN else ModuleUnderTest(os.environ["GRPO_MODULE"])
 own_only = pytest.mark.skipif(not OWN, reason="about grpo.py itself, not its equations")
 beyond = pytest.mark.skipif(not grpo.strict, reason="beyond the formula: GRPO_BEYOND=1 asks for it")
 more = functools.partial(pytest.param, marks=beyond)                    # a row of a table that is beyond the formula
@@ -112,7 +121,7 @@ def expect(got, want, equation, tolerance=1e-9, **inputs):
     __tracebackhide__ = True
     want = f64(want).detach()
     if isinstance(got, torch.Tensor) and got.shape == want.shape:
-        exact = 1e-9 if grpo.strict else 1e-6       # a student's τ of 1.05 may be float32
+        exact = 1e-9 if grpo.at("digits") else getattr(grpo.module, "TOLERANCE", 1e-6)     # τ = 1.05 in float32
         if torch.allclose(got.detach().double(), want, atol=max(tolerance, exact), rtol=exact, equal_nan=True):
             return
     came_in = "".join(f"\n    input     {name} = {shown(value)}" for name, value in inputs.items())
@@ -133,17 +142,17 @@ def map_rows(function, *ragged):
 class Batch:
     """A ragged batch on a grid: rows for the twins, tensors padded with junk for the functions."""
 
-    def __init__(self, lengths, G, seed=0, junk=(-100.0, 0.0, 3.0), mask_dtype=torch.float64):
+    def __init__(self, lengths, G, seed=0, junk=(-100.0, 0.0, 3.0), mask_dtype=torch.float64, far=1):
         self.lengths, self.G, self.junk, self.T = lengths, G, junk, max([1, *lengths])
         rng = random.Random(seed)
         grid = lambda low, high: [[rng.randint(low, high) / 8 for _ in range(n)] for n in lengths]
         self.rows = dict(logps=grid(-48, -8), entropies=grid(0, 16), rewards=grid(-16, 16), values=grid(-16, 16))
         for name in ("old", "ref", "sampled"):
-            self.rows[name] = map_rows(lambda x, y: x + y, self.rows["logps"], grid(-8, 8))
+            self.rows[name] = map_rows(lambda x, y: x + far * y, self.rows["logps"], grid(-8, 8))
         self.rows["ratio"] = map_rows(lambda p, q: math.exp(p - q), self.rows["logps"], self.rows["old"])
         self.A = [rng.randint(-8, 8) / 4 for _ in lengths]
         self.rows["A"] = [[a] * n for a, n in zip(self.A, lengths)]
-        self.scores = [rng.choice([0.0, 1.0, a, *[nan, nan] * grpo.strict]) for a in self.A]
+        self.scores = [rng.choice([0.0, 1.0, a, *[nan, nan] * grpo.at("missing")]) for a in self.A]
         self.mask = self.pad([[1.0] * n for n in lengths]).to(mask_dtype)
 
     def __getitem__(self, name):
@@ -161,12 +170,13 @@ class Batch:
 
 
 @st.composite
-def batches(draw, min_length=0):
+def batches(draw):
     """P prompts of G answers, of up to 5 tokens each. For grpo.py itself: empty rows, any mask, any padding as well."""
     G = draw(st.integers(2, 4))
     B = G * draw(st.integers(1, 3))
-    lengths = draw(st.lists(st.integers(min_length if grpo.strict else 1, 5), min_size=B, max_size=B))
-    junk = [nan, inf, -inf, 1e30, -1e30, -100.0, 0.0] if grpo.strict else [-100.0, 3.0, 0.0]
+    shortest = 0 if grpo.at("empty") else 1
+    lengths = draw(st.lists(st.integers(shortest, 5), min_size=B, max_size=B).filter(lambda n: any(n) or grpo.strict))
+    junk = [nan, inf, -inf, 1e30, -1e30, -100.0, 0.0] if grpo.at("padding") else [-100.0, 3.0, 0.0]
     masks = [torch.bool, torch.int64, torch.uint8, torch.float32] if grpo.strict else [torch.float64]
     return Batch(lengths, G, draw(st.integers(0, 10**6)), draw(st.permutations(junk)), draw(st.sampled_from(masks)))
 
@@ -253,7 +263,7 @@ def test_soft_overlong(L, c):
 
 
 @pytest.mark.parametrize("weights", [None, f64([0.7, -2.0]), more([0.7, -2.0])], ids=str)
-@given(st.lists(st.tuples(*[st.sampled_from([1.0, 0.8, -3.5, *[nan] * grpo.strict])] * 2), min_size=1))
+@given(st.lists(st.tuples(*[st.sampled_from([1.0, 0.8, -3.5, *[nan] * grpo.at("missing")])] * 2), min_size=1))
 def test_combine_rewards(weights, rewards):
     factors = [1.0, 1.0] if weights is None else [0.7, -2.0]
     given_ones = [[w * r for w, r in zip(factors, row) if r == r] for row in rewards]
@@ -306,11 +316,12 @@ def test_group_advantages(options, batch):
     expect(got, want, equation, rewards=batch.scores, num_generations=batch.G, **options)
 
 
-@beyond
+@pytest.mark.skipif(not grpo.at("equal"), reason="beyond the formula")
 @pytest.mark.parametrize("G", range(2, 17))
 def test_equal_rewards_give_exactly_zero_in_float32(G):
     for value in (0.1, 0.7, 1e-3, 1e8, -3.3):
         rewards, steps = torch.full((G,), value), torch.full((G, 3), value)
+        expect(grpo.group_advantages(rewards, G), [0.0] * G, "A = 0 where all rewards are equal", 0.0, rewards=rewards)
         assert torch.equal(torch.stack(grpo.group_stats(rewards, G)), torch.tensor([[value], [0.0]]))
         for scale_rewards in ("group", "batch", "none"):
             assert not grpo.group_advantages(rewards, G, scale_rewards=scale_rewards, eps=0.0).any()
@@ -332,7 +343,7 @@ def test_leave_one_out(batch):
 @for_batches
 def test_process_advantages(options, batch):
     rng, S, T = random.Random(str(batch.A)), 3, batch.T
-    rewards = [[rng.choice([0.0, 0.5, 1.0, *[nan] * grpo.strict]) for _ in range(S)] for _ in batch.lengths]
+    rewards = [[rng.choice([0.0, 0.5, 1.0, *[nan] * grpo.at("missing")]) for _ in range(S)] for _ in batch.lengths]
     ends = map_rows(lambda r: rng.randrange(T) if r == r else rng.choice([-5, 0, 999]), rewards)
     scaled = groups_of(twin_advantages(sum(rewards, []), batch.G * S, **options), S)
     want = [[math.fsum(a for a, end in zip(scaled[i], ends[i]) if end >= t) for t in range(n)]
@@ -411,12 +422,12 @@ def scoring_batch():
     torch.manual_seed(1)
     prompt_mask = torch.tensor([[0] * (4 - n) + [1] * n for n in (4, 2, 1, 3)])
     answer_mask = torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 3, 0, 1)])
-    prompt_ids = torch.randint(20, (4, 4)).masked_fill(prompt_mask == 0, -9 if grpo.strict else 0)
-    answer_ids = torch.randint(20, (4, 6)).masked_fill(answer_mask == 0, 10**6 if grpo.strict else 0)
+    prompt_ids = torch.randint(20, (4, 4)).masked_fill(prompt_mask == 0, -9 if grpo.at("padding") else 0)
+    answer_ids = torch.randint(20, (4, 6)).masked_fill(answer_mask == 0, 10**6 if grpo.at("padding") else 0)
     return prompt_ids, prompt_mask, answer_ids, answer_mask
 
 
-@pytest.mark.parametrize("kind", ["Llama", more("GPT2"), more("OPT")])
+@pytest.mark.parametrize("kind", ["Llama", *["GPT2", "OPT"] * grpo.at("positions")])
 @options(dict(temperature=0.7), more(dict(temperature=0.7, compute_entropy=True)))
 def test_per_token_logps_are_those_of_each_row_alone(kind, options):
     model, batch = make_model(kind).double(), scoring_batch()
@@ -430,7 +441,7 @@ def test_per_token_logps_are_those_of_each_row_alone(kind, options):
         want_H[i, : len(answer)] = -(logps.exp() * logps).sum(1).detach()
     logps, entropies = grpo.per_token_logps(model, *batch, **options)
     rule = "log π(o_t) = log softmax(logits / temperature), at the position before o_t"
-    tolerance = 1e-9 if grpo.strict else 1e-5       # without position ids, float32 rounds other rotary angles
+    tolerance = 1e-9 if grpo.at("digits") else 1e-5     # without position ids, float32 rounds other rotary angles
     expect(logps, want, rule, tolerance, prompt_ids=prompt_ids, completion_ids=answer_ids, **options)
     scale = torch.linspace(1, 2, want.numel()).view_as(want)
     for p in model.parameters():
@@ -507,6 +518,7 @@ test_kl_penalized_rewards = by_rows(
     "kl_penalized_rewards", "A logps ref mask",
     lambda A, p, q, beta: [-beta * (a - b) + A[0] * (t == len(p) - 1) for t, (a, b) in enumerate(zip(p, q))],
     "r_t = -β·(log π - log π_ref), and the score A at the end (DeepSeekMath eq. 2)", dict(beta=0.0), dict(beta=0.5))
+FAR = Batch([2, 2], 2, seed=42, far=18)             # the policy has left the old one and the reference far behind
 
 
 @beyond
@@ -516,12 +528,20 @@ def test_the_score_stands_at_the_last_real_token_where_the_mask_has_a_hole():
     expect(got, [[-0.05, 0.0, 3.1, 0.0]], "the score at the last real token")
 
 
+@pytest.mark.parametrize("estimator", TWIN_KL)
+def test_kl_estimate_far_off(estimator):
+    want = map_rows(lambda p, q: TWIN_KL[estimator](p - q), *FAR.of("logps", "ref").values())
+    got = grpo.kl_estimate(FAR["logps"], FAR["ref"], estimator=estimator)
+    expect(got, want, f"{estimator}, however large log π - log π_ref is", **FAR.of("logps", "ref"))
+
+
 @beyond
 def test_k3_is_never_negative_in_float32():
     torch.manual_seed(0)
     logps, noise = torch.randn(2, 1000, 200)
     for scale in (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0):                   # at 1e-4, exp(-d) + d - 1 is, in places
-        assert (grpo.kl_estimate(logps * scale - 1, (logps + noise) * scale - 1) >= 0).all()
+        k3 = grpo.kl_estimate(logps * scale - 1, (logps + noise) * scale - 1)
+        expect(k3.min().clamp(max=0), 0.0, "k3 >= 0 in float32: expm1(d) - d, not exp(d) - d - 1", 0.0, scale=scale)
 
 
 def enumeration():
@@ -614,13 +634,20 @@ def test_any_split_gives_the_whole_value_and_gradient(loss_type, batch, size):
 
 # §8 The loss ---------------------------------------------------------------------------------------------------------
 
-CHOICES = dict(policy_loss=["clip", "cispo", "sapo"], loss_type=["dapo", "grpo", "bnpo", "dr_grpo"], delta=[None, 2.0],
-               importance_sampling_level=["token", "sequence"], beta=[0.0, 0.1], epsilon_low=[0.2, 0.1, 0.0],
-               epsilon_high=[0.2, 0.4, 0.0, 0.8], use_bias_correction_kl=[False, True], kl_estimator=["k3", "k1", "k2"],
-               top_entropy_quantile=[1.0, 0.5], sampling_cap=[2.0, 1.1])
-DEFAULTS = {name: values[0] for name, values in CHOICES.items()}
-any_options = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}).map(
-    lambda o: {name: value for name, value in o.items() if value != DEFAULTS[name]})
+CHOICES = dict(epsilon_low=[0.2, 0.1, 0.0], epsilon_high=[0.2, 0.4, 0.0, 0.8], delta=[None, 2.0], beta=[0.0, 0.1],
+               use_bias_correction_kl=[False, True], top_entropy_quantile=[1.0, 0.5], sampling_cap=[2.0, 1.1])
+KINDS = [dict(policy_loss=policy, loss_type=name, importance_sampling_level=level) for level in ("token", "sequence")
+         for policy in ("clip", "cispo", "sapo") for name in ("dapo", "grpo", "bnpo", "dr_grpo")]
+DEFAULTS = {name: values[0] for name, values in CHOICES.items()} | KINDS[0] | dict(kl_estimator="k3")
+
+
+def known(options):
+    """Those that the grpo_loss under test has; test_grpo_loss, which has a row for each, names the others."""
+    return {name: value for name, value in options.items() if name not in grpo.lacks("grpo_loss", options)}
+
+
+any_case = st.tuples(batches(), st.fixed_dictionaries({n: st.sampled_from(v) for n, v in known(CHOICES).items()}),
+                     *map(st.sampled_from, [[False, grpo.strict], ["old", "logps"], ["logps", "sampled"]]))
 
 
 def twin_loss(batch, old="old", corrected=False, **options):
@@ -649,44 +676,71 @@ def twin_loss(batch, old="old", corrected=False, **options):
     return twin_aggregate(loss, o["loss_type"], 7), {name: twin_aggregate(x, "bnpo") for name, x in metrics.items()}
 
 
-@options(*[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo")], dict(beta=0.1), SEQUENCE,
-         dict(epsilon_low=0.1, epsilon_high=0.5), dict(loss_type="grpo", importance_sampling_level="sequence"))
-@for_batches
-def test_grpo_loss(options, batch):
-    equation, inputs = "loss = aggregate(-min(ρ·A, clip(ρ)·A) + β·k3)", batch.of("logps", "old", "ref", "A") | options
-    fixed = dict(old_logps=batch["old"], max_completion_length=7) | options
-    if "beta" in options:
-        fixed["ref_logps"] = batch["ref"]
-    loss = lambda logps: grpo.grpo_loss(logps, batch["A"], batch.mask, **fixed)[0]
-    expect(loss(batch["logps"]), twin_loss(batch, **options)[0], equation, **inputs)
-    expect_gradient(loss, batch["logps"], equation, **inputs)
-
-
-@beyond
-@settings(max_examples=5 * settings().max_examples)
-@given(batches(), any_options, st.booleans(), st.sampled_from(["old", "logps"]), st.booleans())
-@example(Batch([0, 0], 2, 0, [nan]), dict(loss_type="grpo", top_entropy_quantile=0.5), False, "old", True)
-@example(Batch([], 2), dict(loss_type="grpo", top_entropy_quantile=0.5), False, "old", True)
-@example(Batch([], 2), dict(loss_type="dr_grpo", importance_sampling_level="sequence"), False, "logps", True)
-def test_grpo_loss_with_any_options(batch, o, per_token, old, corrected):
+def check(what, batch, o, per_token=False, old="old", sampled="logps"):
+    """Compare the loss and its gradient, or the metrics, with the twin's; all arguments that it takes are given."""
+    o = {name: value for name, value in o.items() if value != DEFAULTS[name]}
     if o.get("policy_loss") == "cispo":             # whose bound is a cap
         o["epsilon_high"] = 1 + o.get("epsilon_high", 0.2)
-    names = dict(ref_logps="ref", entropies="entropies")
-    names |= dict(old_logps="old") if old == "old" else {}
-    names |= dict(sampling_logps="sampled") if corrected else {}
-    constants = {name: batch[row].requires_grad_() for name, row in names.items()}
-    if per_token:
-        batch.rows["A"] = batch.rows["rewards"]
-    logps, A = batch["logps"].requires_grad_(), batch["rewards"] if per_token else batch["A"]
-    run = lambda logps: grpo.grpo_loss(logps, A, batch.mask, max_completion_length=7, **constants, **o)
-    (loss, metrics), (want, want_metrics) = run(logps), twin_loss(batch, old, corrected, **o)
-    expect(loss, want, "the loss, token by token", advantages=batch.A, **o)
+    A = batch["rewards" if per_token else "A"]
+    batch.rows["A"] = batch.rows["rewards" if per_token else "A"]
+    names = dict(ref_logps="ref", entropies="entropies", old_logps=old, sampling_logps=sampled)
+    names = {name: row for name, row in known(names).items() if row != "logps"}           # left out while on-policy
+    constants = {name: batch[row].requires_grad_(grpo.strict) for name, row in names.items()}
+    fixed = constants | known(dict(max_completion_length=7)) | o
+    call = lambda logps, module=grpo: module.grpo_loss(logps, A, batch.mask, **fixed)
+    logps, inputs = batch["logps"].requires_grad_(), batch.of("logps", "old", "A") | o
+    (loss, metrics), (want, want_metrics) = call(logps), twin_loss(batch, old, "sampling_logps" in names, **o)
+    if what == "metrics":
+        assert not grpo.strict or set(metrics) == set(want_metrics) and set(map(type, metrics.values())) == {float}
+        for name in sorted(set(metrics) & set(want_metrics)):
+            expect(f64(metrics[name]), want_metrics[name], f"{name} = a mean over real tokens", 1e-7, **inputs)
+        return
+    equation = "loss = aggregate(-min(ρ·A, clip(ρ)·A) + β·KL)"
+    expect(loss, want, equation, **inputs)
     loss.backward()
-    assert logps.grad.isfinite().all() and not logps.grad[batch.mask == 0].any()
-    assert not any(constant.grad is not None for constant in constants.values())
-    if old == "old" and o.get("policy_loss") != "cispo" and 0.0 not in o.values():      # no kink at ρ = 1
-        expect_gradient(lambda logps: run(logps)[0], logps, "the loss", advantages=batch.A, **o)
-    assert metrics == pytest.approx(want_metrics, abs=1e-7) and {type(value) for value in metrics.values()} == {float}
+    if not OWN:
+        expect(logps.grad, gradient(call(logps, reference)[0], logps), f"the gradient of {equation}", **inputs)
+    elif old == "old" and o.get("policy_loss") != "cispo" and 0.0 not in o.values():       # no kink at ρ = 1
+        expect_gradient(lambda x: call(x)[0], logps, equation, **inputs)
+    if grpo.strict:
+        assert logps.grad.isfinite().all() and not logps.grad[batch.mask == 0].any()
+        assert not any(constant.grad is not None for constant in constants.values())
+
+
+@options(*[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo")], SEQUENCE, dict(delta=1.4), dict(beta=0.1),
+         dict(epsilon_low=0.1, epsilon_high=0.5), dict(policy_loss="cispo"), dict(policy_loss="sapo", loss_type="grpo"),
+         SEQUENCE | dict(loss_type="grpo"), dict(sampling_cap=1.2), SEQUENCE | dict(loss_type="grpo", sampling_cap=1.2),
+         dict(beta=0.1, kl_estimator="k1"), dict(beta=0.1, use_bias_correction_kl=True), dict(top_entropy_quantile=0.5))
+@for_batches
+def test_grpo_loss(options, batch):
+    check("loss", batch, options, sampled="sampled" if "sampling_cap" in options else "logps")
+
+
+@options(SEQUENCE | dict(loss_type="grpo"), dict(policy_loss="sapo", loss_type="grpo"), dict(beta=0.1))
+def test_grpo_loss_far_off(options):
+    check("loss", FAR, options)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, dict(kl_estimator="k1"), dict(kl_estimator="k2")], ids=str)
+@given(any_case)
+def test_grpo_loss_with_any_options(kind, case):
+    check("loss", case[0], case[1] | kind, *case[2:])
+
+
+@pytest.mark.parametrize("kind", [{}, SEQUENCE, dict(loss_type="grpo"), dict(policy_loss="cispo"), dict(delta=1.1),
+                                  dict(policy_loss="sapo", loss_type="grpo")], ids=str)
+@given(any_case)
+@example((Batch([3, 1, 2, 2], 2, seed=3), {}, False, "old", "logps"))
+def test_metrics(kind, case):
+    check("metrics", case[0], case[1] | kind, *case[2:])
+
+
+@pytest.mark.skipif(not grpo.at("empty"), reason="beyond the formula")
+@options(dict(loss_type="grpo"), dict(loss_type="bnpo"), SEQUENCE | dict(loss_type="dr_grpo"))
+@pytest.mark.parametrize("what", ["loss", "metrics"])
+@pytest.mark.parametrize("lengths", [[1, 0], [0, 0], *[[]] * grpo.strict], ids=str)
+def test_answers_without_a_token(options, what, lengths):
+    check(what, Batch(lengths, 2, 0, [nan] * grpo.strict), options | known(dict(top_entropy_quantile=0.5)))
 
 
 def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforce():
@@ -831,58 +885,6 @@ def test_what_a_student_has_not_written_is_skipped_by_name(coursework):
         grpo.clip_ratio(1)
     with pytest.raises(NotImplementedError):        # torch's own, for a wrong dtype
         grpo.kl_estimate(torch.ones(1, dtype=torch.long), 0, estimator="k1")
-
-
-# Parity with TRL, where it is installed ------------------------------------------------------------------------------
-
-def trl_loss(batch, o):
-    """TRL's own _compute_loss on a stub of its trainer: the value and the gradient with respect to log π_θ."""
-    trainer_class = pytest.importorskip("trl").GRPOTrainer
-    pad = lambda name: torch.where(batch.mask != 0, batch[name], -1.0)
-    logps = pad("logps").requires_grad_()
-    stub = types.SimpleNamespace(
-        **o | dict(loss_type=o["loss_type"] if o["policy_loss"] == "clip" else o["policy_loss"]),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (logps, pad("entropies"), None),
-        off_policy_mask_threshold=None, vllm_importance_sampling_correction=True, aux_loss_enabled=False,
-        _entropy_bonus_enabled=False, max_completion_length=7, current_gradient_accumulation_steps=1,
-        model=types.SimpleNamespace(training=True), _metrics={"train": collections.defaultdict(list)},
-        args=types.SimpleNamespace(**o, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=1),
-        accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x,
-                                          pad_across_processes=lambda x, **k: x))
-    stub.get_high_entropy_mask = types.MethodType(inspect.unwrap(trainer_class.get_high_entropy_mask), stub)
-    ids, mask = torch.zeros(batch.mask.shape, dtype=torch.long), batch.mask.double()
-    inputs = dict(prompt_ids=ids, prompt_mask=ids + 1, completion_ids=ids, completion_mask=mask, advantages=batch["A"],
-                  old_per_token_logps=pad("old"), ref_per_token_logps=pad("ref"), num_items_in_batch=mask.sum(),
-                  importance_sampling_ratio=(pad("old") - pad("sampled")).exp().clamp(max=2.0))
-    torch.set_default_dtype(torch.float64)          # TRL makes sapo's temperatures in the default dtype
-    try:
-        loss = inspect.unwrap(trainer_class._compute_loss)(stub, stub.model, inputs)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return loss, gradient(loss, logps), {name: values[-1] for name, values in stub._metrics["train"].items()}
-
-
-@beyond
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
-@settings(max_examples=10 * settings().max_examples)
-@given(batches(min_length=1), any_options, st.booleans())
-def test_parity_with_trl(batch, o, corrected):
-    o = DEFAULTS | o | dict(kl_estimator="k3", sampling_cap=2.0)
-    o["loss_type"] = {"clip": o["loss_type"], "cispo": "dapo", "sapo": "grpo"}[o["policy_loss"]]
-    if o["delta"] is not None:                      # below 1 + ε_high, TRL's clip metrics see the ratio after delta
-        o["delta"] = max(o["delta"], 1 + o["epsilon_high"])
-    want, want_gradient, trl_metrics = trl_loss(batch, o | dict(use_vllm=corrected))
-    logps = batch["logps"].requires_grad_()
-    loss, metrics = grpo.grpo_loss(
-        logps, batch["A"], batch.mask, old_logps=batch["old"], ref_logps=batch["ref"], entropies=batch["entropies"],
-        sampling_logps=batch["sampled"] if corrected else None, max_completion_length=7, **o)
-    expect(loss, want, "TRL's loss", **o)
-    expect(gradient(loss, logps), want_gradient, "the gradient of TRL's loss", **o)
-    clip = [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")] if o["policy_loss"] == "clip" else []
-    shared = set(metrics) & set(trl_metrics)
-    assert shared >= {"entropy", *clip} | ({"kl"} if o["beta"] else set())
-    for name in shared:
-        assert metrics[name] == pytest.approx(trl_metrics[name], abs=1e-6), name
 
 
 # §9 Sampling ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""grpo.py's names, each answered by verl's own code (verl==0.8.0), so that grpo.py's tests run against verl.
+
+    GRPO_MODULE=worked_examples/check_verl.py python -m pytest -q test_grpo.py
+"""
+import types
+
+import torch
+from torch.nn.functional import pad
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils.tensordict_utils import get_tensordict
+from verl.utils.torch_functional import entropy_from_logits, get_response_mask, logprobs_from_logits
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+completion_mask, selective_log_softmax = get_response_mask, logprobs_from_logits
+MODES = dict(grpo="seq-mean-token-mean", dr_grpo="seq-mean-token-sum-norm", dapo="token-mean", bnpo="token-mean")
+LOSSES = {"clip token": "vanilla", "clip sequence": "gspo", "cispo token": "cispo", "sapo token": "sapo"}
+METRICS = {"kl": "kl_loss", "entropy": "actor/entropy_loss", "clip_ratio/region_mean": "actor/pg_clipfrac"}
+
+
+def group_advantages(rewards, num_generations, *, scale_rewards="group", eps=1e-6):     # 1e-6: verl's default
+    if scale_rewards == "batch":
+        raise NotImplementedError
+    groups = (torch.arange(len(rewards)) // num_generations).numpy()
+    return core_algos.compute_grpo_outcome_advantage(rewards[:, None], torch.ones(len(rewards), 1), groups, eps,
+                                                     norm_adv_by_std_in_grpo=scale_rewards == "group")[0][:, 0]
+
+
+def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
+    return core_algos.compute_gae_advantage_return(rewards, values, completion_mask, gamma, lam)
+
+
+def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    jagged = lambda x: torch.nested.nested_tensor([row[m == 1] for row, m in zip(x, mask)], layout=torch.jagged)
+    batch = get_tensordict(dict(input_ids=jagged(ids), position_ids=jagged(mask.cumsum(1) - 1), prompts=prompt_ids,
+                                responses=completion_ids, attention_mask=mask),
+                           dict(temperature=temperature, use_remove_padding=False))
+    engine = types.SimpleNamespace(use_ulysses_sp=False)
+    inputs, rest = FSDPEngineWithLMHead.prepare_model_inputs(engine, batch)
+    output = FSDPEngineWithLMHead.prepare_model_outputs(engine, model(**inputs), rest, batch, None)
+    return no_padding_2_padding(output["log_probs"], batch), None
+
+
+def kl_estimate(logps, ref_logps, *, estimator="k3"):
+    return core_algos.kl_penalty(logps, ref_logps, estimator)
+
+
+def aggregate(loss, mask, *, loss_type, max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None):
+    tokens = None if loss_type == "bnpo" else num_items_in_batch
+    return core_algos.agg_loss(loss, mask, MODES[loss_type], 1, tokens, num_rows_in_batch, max_completion_length)
+
+
+def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entropies=None, sampling_logps=None,
+              beta=0.0, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo", policy_loss="clip",
+              importance_sampling_level="token", kl_estimator="k3", sampling_cap=2.0, max_completion_length=None,
+              num_items_in_batch=None, num_rows_in_batch=None):
+    mode = LOSSES.get(f"{policy_loss} {importance_sampling_level}")
+    if mode is None or loss_type == "bnpo" or mode in ("gspo", "sapo") and loss_type != "grpo":
+        raise NotImplementedError
+    high = epsilon_high - 1 if mode == "cispo" else epsilon_high        # of cispo grpo.py has the cap, verl the ε
+    config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=epsilon_low,
+                             clip_ratio_high=high, policy_loss=PolicyLossConfig(loss_mode=mode), use_kl_loss=beta > 0,
+                             kl_loss_coef=beta, kl_loss_type=kl_estimator, loss_agg_mode=MODES[loss_type],
+                             loss_scale_factor=max_completion_length)
+    old = logps.detach() if old_logps is None else old_logps
+    tensors = dict(prompts=torch.ones(len(logps), 1), responses=logps, attention_mask=pad(mask, (1, 0), value=1).long(),
+                   response_mask=mask, old_log_probs=old, advantages=advantages[:, None].expand_as(logps))
+    if ref_logps is not None:
+        tensors["ref_log_prob"] = ref_logps
+    if sampling_logps is not None:
+        weights = compute_rollout_correction_and_rejection_mask(old, sampling_logps, mask, "token", sampling_cap)[0]
+        tensors |= weights.batch.to_dict()
+    tokens, rows = num_items_in_batch or mask.sum().item(), num_rows_in_batch or len(logps)
+    batch = get_tensordict(tensors, dict(dp_size=1, batch_num_tokens=tokens, global_batch_size=rows))
+    packed = lambda x: torch.cat([pad(row[m == 1], (0, 1)) for row, m in zip(x, mask)])
+    output = {name: packed(x) for name, x in (("log_probs", logps), ("entropy", entropies)) if x is not None}
+    loss, metrics = ppo_loss(config, output, batch)
+    return loss, {name: metrics[key].aggregate() for name, key in METRICS.items() if key in metrics}
