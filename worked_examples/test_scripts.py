@@ -27,7 +27,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_grpo import EXAMPLES, SMALL, command, data, grpo, make_model, models, python  # noqa: F401
+import test_grpo
+from test_grpo import EXAMPLES, SMALL, SPOT, ModuleUnderTest, command, data, grpo, make_model, models, python  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +105,33 @@ def test_the_same_run_in_trl_learns_the_same(data):
     pytest.importorskip("trl")
     done = python(EXAMPLES / "the_same_run_in_trl.py", "--compare", *command(data, output_dir=data / "trl"))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_part_of_the_source_texts_has_its_page_function_and_test():
+    text = (EXAMPLES / "source_texts.md").read_text()
+    rows = re.findall(r"^\| .+ \| \[\d+\]\((\S+)\) \| `(\w+)` \| (?:`(\w+)`|–) \|$", text, re.M)
+    assert len(rows) == text.count("](") - 1 > 60                   # all but the link to errata.md
+    for page, name, test in rows:
+        assert name in (EXAMPLES / page).read_text() and hasattr(grpo, name), (page, name)
+        assert not test or callable(getattr(test_grpo, test)), test
+
+
+def test_the_homework_has_every_formula_and_no_answer(tmp_path):
+    (tmp_path / "my_grpo.py").write_text(python(EXAMPLES / "homework.py").stdout)
+    homework = ModuleUnderTest(str(tmp_path / "my_grpo.py")).module
+    for name in ("group_stats", "completion_mask", "importance_ratio", "kl_estimate", "aggregate", "grpo_loss"):
+        theirs, ours = getattr(homework, name), getattr(grpo, name)
+        assert theirs.__doc__ == ours.__doc__ and inspect.signature(theirs) == inspect.signature(ours)
+        assert inspect.getsource(theirs).rstrip().endswith("raise NotImplementedError")
+
+
+def test_spot_the_bug_shuffles_the_museum(capsys):
+    said = lambda *words: (SPOT.main(words), capsys.readouterr().out.strip())[1]
+    pairs = lambda *flags: [(said(n, *flags), said("--answer", n, *flags)) for n in map(str, range(1, len(museum) + 1))]
+    museum = [(SPOT.patched(n).strip(), section) for n, section in SPOT.exhibits().items()]
+    assert pairs("--exhibit") == museum != pairs() and sorted(pairs()) == sorted(museum)
+    for wrong in ([], ["0"], [str(len(museum) + 1)], ["one"], ["1", "2"], ["1", "--help"]):
+        assert SPOT.main(wrong) == 2 and re.fullmatch(f".* from 1 to {len(museum)}, .*\n", capsys.readouterr().err)
 
 
 @functools.cache
