@@ -1379,20 +1379,12 @@ def whole(data):
 
 
 @pytest.mark.parametrize("kind, prompts", [("GPT2", "text"), ("Llama", "chat"), ("Qwen2", "chat")])
-def test_any_causal_lm_trains_on_a_file(kind, prompts, data, monkeypatch):
-    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
-    (data / "plan2.py").write_text("Path(__file__).with_name('seen.json').write_text(json.dumps(calls[-1]))")
-    rewards = ["accuracy", f"{data}/rewards.py:length", f"{EXAMPLES}/reward_model.py:reward_model"]
-    done = cli(*command(data, model=data / "models" / kind, dataset=data / f"{prompts}.jsonl", reward_funcs=rewards,
-                        beta=0.1, reward_weights=[1, 0.1, 2]))
+def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
+    done = cli(*command(data, model=data / "models" / kind, dataset=data / f"{prompts}.jsonl", beta=0.1,
+                        reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
     assert done.code == 0 and str(data / "out") in done.out.splitlines()[-1]
     lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
-    pairs = zip(*json.loads((data / "seen.json").read_text()))
-    texts = [p + c if prompts == "text" else "".join(message["content"] for message in p + c) for p, c in pairs]
-    scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
-    assert lines[1]["rewards/reward_model/mean"] == pytest.approx(statistics.mean(scores), abs=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(data / "out/checkpoint").decode([2, 5, 3]) == "<think>1</think>"
     assert (data / "out/curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -1491,7 +1483,7 @@ def test_ctrl_c_at_any_place_saves_a_whole_step_or_none(when, data, whole, monke
     monkeypatch.setattr(owner, name, function)
     assert sorted(os.listdir(data / "out")) == ["checkpoint", "metrics.jsonl"]
     saved = torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"]
-    assert saved == {"a step": 2, "an update": 2, "a save": 2, "a second one": 2}[when]
+    assert saved == 2
     assert resume(data, data / "out").code == 0
     assert_same_run(data / "out", whole)
 
@@ -1630,18 +1622,16 @@ def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
 def test_code_that_comes_with_a_model_is_never_run(data, monkeypatch):
     """The models' configs name a file of code, which is absent; each loader is told not to look for it."""
     told = []
-    for name in ("AutoTokenizer", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+    for name in ("AutoTokenizer", "AutoModelForCausalLM"):
         owner = getattr(transformers, name)
 
         def load(*args, load=owner.from_pretrained, **kwargs):
             told.append(kwargs["trust_remote_code"])
             return load(*args, **kwargs)
         monkeypatch.setattr(owner, "from_pretrained", load)
-    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
-    rewards, folder = ["think_format", f"{EXAMPLES}/reward_model.py:reward_model"], data / "out/checkpoint"
-    for again in (None, folder):
-        assert cli(*command(data, reward_funcs=rewards, resume_from_checkpoint=again)).code == 0
-    assert told == [False] * 6                                      # the second run is at its end: no judge
+    for again in (None, data / "out/checkpoint"):
+        assert cli(*command(data, resume_from_checkpoint=again)).code == 0
+    assert told == [False] * 4
 
 
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):

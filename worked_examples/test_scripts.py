@@ -25,10 +25,12 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import test_grpo
-from test_grpo import EXAMPLES, SMALL, SPOT, ModuleUnderTest, command, data, grpo, make_model, models, python  # noqa: F401
+from test_grpo import (EXAMPLES, SMALL, SPOT, ModuleUnderTest, chat_tokenizer, cli, command, data, grpo,  # noqa: F401
+                       lines_of, make_model, models, python)
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +86,20 @@ def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
     assert reward(["x" * 10_000 + r"$\frac{2}{4}$"], [r"\frac12"]) == [1.0] and verify.called
     for call in parse.call_args_list + verify.call_args_list:
         assert [0 < seconds <= 5 for seconds in call.kwargs.values()] == [True] and len(str(call.args[0])) <= 1002
+
+
+@pytest.mark.parametrize("prompts", ["text", "chat"])
+def test_a_judge_scores_prompt_and_answer_together(prompts, data, monkeypatch):
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
+    (data / "plan2.py").write_text("Path(__file__).with_name('seen.json').write_text(json.dumps(calls[-1]))")
+    rewards = [f"{data}/rewards.py:length", f"{EXAMPLES}/reward_model.py:reward_model"]
+    assert cli(*command(data, dataset=data / f"{prompts}.jsonl", reward_funcs=rewards)).code == 0
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
+    pairs = zip(*json.loads((data / "seen.json").read_text()))
+    texts = [p + c if prompts == "text" else "".join(message["content"] for message in p + c) for p, c in pairs]
+    scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
+    found = lines_of(data / "out")[1]["rewards/reward_model/mean"]
+    assert found == pytest.approx(statistics.mean(scores), abs=1e-5)
 
 
 def test_a_judge_without_a_trained_head_is_refused(data, monkeypatch):
