@@ -63,18 +63,18 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entrop
               num_items_in_batch=None, num_rows_in_batch=None, use_bias_correction_kl=False, **settings):
     if kl_estimator != "k3" or loss_type != dict(clip=loss_type, cispo="dapo", sapo="grpo")[policy_loss]:
         raise NotImplementedError
-    B, T = logps.shape
-    steps = (num_rows_in_batch or B) / B            # of accumulation
+    (B, T), steps = logps.shape, (num_rows_in_batch or len(logps)) / len(logps)         # of accumulation
     asked = trainer(
         loss_type=loss_type if policy_loss == "clip" else policy_loss, use_bias_correction_kl=use_bias_correction_kl,
         steps_per_generation=steps, current_gradient_accumulation_steps=steps, num_generations=B, ref_model=MODEL,
         use_vllm=sampling_logps is not None, vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=sampling_cap, **settings)
-    old = logps.detach() if old_logps is None else old_logps
+    old = (logps if old_logps is None else old_logps).detach()         # TRL computes π_old and π_ref without gradients
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (old, None, None)
     inputs = score(asked, torch.zeros(B), T, sampling_logps)
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, entropies, None)
-    inputs |= dict(completion_mask=mask, advantages=advantages, ref_per_token_logps=ref_logps,
-                   old_per_token_logps=old_logps, num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
+    inputs |= dict(completion_mask=mask, advantages=advantages, old_per_token_logps=None if old_logps is None else old,
+                   ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
+                   num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
     loss = asked._compute_loss(MODEL, inputs)
     return loss, {name: values[-1] for name, values in asked._metrics["train"].items()}

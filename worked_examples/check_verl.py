@@ -7,7 +7,7 @@ import types
 import torch
 from torch.nn.functional import pad
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 from verl.utils.tensordict_utils import get_tensordict
 from verl.utils.torch_functional import entropy_from_logits, get_response_mask, logprobs_from_logits
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -66,17 +66,15 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entrop
                              clip_ratio_high=high, policy_loss=PolicyLossConfig(loss_mode=mode), use_kl_loss=beta > 0,
                              kl_loss_coef=beta, kl_loss_type=kl_estimator, loss_agg_mode=MODES[loss_type],
                              loss_scale_factor=max_completion_length)
-    old = logps.detach() if old_logps is None else old_logps
+    old = (logps if old_logps is None else old_logps).detach()         # verl computes π_old and π_ref without gradients
     tensors = dict(prompts=torch.ones(len(logps), 1), responses=logps, attention_mask=pad(mask, (1, 0), value=1).long(),
                    response_mask=mask, old_log_probs=old, advantages=advantages[:, None].expand_as(logps))
     if ref_logps is not None:
-        tensors["ref_log_prob"] = ref_logps
+        tensors["ref_log_prob"] = ref_logps.detach()
     if sampling_logps is not None:
-        weights = compute_rollout_correction_and_rejection_mask(old, sampling_logps, mask, "token", sampling_cap)[0]
-        tensors |= weights.batch.to_dict()
-    tokens, rows = num_items_in_batch or mask.sum().item(), num_rows_in_batch or len(logps)
-    batch = get_tensordict(tensors, dict(dp_size=1, batch_num_tokens=tokens, global_batch_size=rows))
+        tensors |= correct(old, sampling_logps, mask, "token", sampling_cap)[0].batch.to_dict()
+    counts = dict(batch_num_tokens=num_items_in_batch or mask.sum().item(), global_batch_size=num_rows_in_batch or len(mask))
     packed = lambda x: torch.cat([pad(row[m == 1], (0, 1)) for row, m in zip(x, mask)])
     output = {name: packed(x) for name, x in (("log_probs", logps), ("entropy", entropies)) if x is not None}
-    loss, metrics = ppo_loss(config, output, batch)
+    loss, metrics = ppo_loss(config, output, get_tensordict(tensors, dict(dp_size=1) | counts))
     return loss, {name: metrics[key].aggregate() for name, key in METRICS.items() if key in metrics}

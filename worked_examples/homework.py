@@ -31,7 +31,7 @@ Then the other functions, from the top. Grade the file, beside grpo.py and test_
     GRPO_MODULE=my_grpo.py python -m pytest -q -x --tb=short test_grpo.py
 
 A name chooses a part: -k group_stats, or -k "worked_example and 05" for page 5, a second grader. GRPO_BEYOND=1 asks
-for more than the formula: rewards that are missing, NaN in padding, exact zeros, error messages.
+for more than the formula (missing rewards, NaN in padding, exact zeros, errors); check.py makes a table of both.
 """
 
 import ast
