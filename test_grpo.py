@@ -1523,7 +1523,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch):
-    left = [1000]                                                   # calls that touch the disk; then none does anything
+    left = [1000]                                                   # calls that may touch the disk
 
     def dies(function, *args, **kwargs):
         left[0] -= 1

@@ -1,12 +1,12 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/check.py my_grpo.py
+    python worked_examples/check.py my_answers.py
 
-test_grpo.py asks for the formula, then takes one step beyond it at a time (GRPO_BEYOND; 1 is all of them). Below the
-table stand the tests that fail: the first of each function as pytest shows it, the others in a line.
+test_grpo.py asks for the formula, then takes one step beyond it at a time (GRPO_BEYOND; 1 is all of them).
 """
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,10 @@ class Results(dict):
     def pytest_runtest_makereport(self, item, call):
         report, asked = (yield), item.module.grpo.asked                 # the functions that the test has asked for
         if call.when == "call" and asked:
-            message = None if report.skipped else str(call.excinfo.value) if report.failed else ""
+            message = None if report.skipped else ""
+            if report.failed:
+                message, crash = str(call.excinfo.value), report.longrepr.reprcrash
+                message = message if "expected" in message else f"{crash.message}\n({crash.path}:{crash.lineno})"
             for function in dict.fromkeys(asked[-1:] if report.failed else asked):
                 self.setdefault(function, {})[item.name] = message
             asked.clear()
@@ -38,23 +41,20 @@ def run_tests(name, step):
     return results
 
 
-def check(name):
-    runs, details = {step: run_tests(name, step) for step in STEPS}, []
+if __name__ == "__main__":
+    runs, details = {step: run_tests(sys.argv[1], step) for step in STEPS}, []
     print(f"{'function':30}{'the formula':14}{'tests failed':14}steps beyond it that differ")
     for function, tests in runs["formula"].items():
         failed, ran = [test for test in tests if tests[test]], [test for test in tests if tests[test] is not None]
-        new = {step: [test for test, message in run.get(function, {}).items() if message and test not in failed]
-               for step, run in runs.items()}
-        word = "different" if failed else "same" if ran else "not there"
-        steps = ", ".join(step for step in new if new[step])
-        print(f"{function:30}{word:14}{f'{len(failed)} of {len(ran)}':14}{steps}".rstrip())
+        more = {s: [t for t, m in run.get(function, {}).items() if m and t not in failed] for s, run in runs.items()}
+        if ran:
+            count, steps = f"{len(failed)} of {len(ran)}", ", ".join(step for step in more if more[step])
+            print(f"{function:30}{'different' if failed else 'same':14}{count:14}{steps}".rstrip())
         details += [f"\n{function}: {test}\n{tests[test]}" for test in failed[:1]]
-        for step, others in {**new, "formula": failed[1:]}.items():
-            for test in others[:4]:
-                ends = [line.strip()[:32] for line in runs[step][function][test].splitlines()[-2:]]
-                details.append(f"    {function}, {step}, {test:.60}: {', '.join(ends)}")
-    print(*details, sep="\n")
-
-
-if __name__ == "__main__":
-    check(sys.argv[1])
+        for step, others in {**more, "formula": failed[1:]}.items():
+            for test in others if step == "formula" else others[:1]:
+                lines = runs[step][function][test].splitlines()
+                ends = [line.strip()[:32] for line in lines if line.strip().startswith(("expected", "got"))]
+                details.append(f"    {function}, {step}, {test:.60}: {', '.join(ends) or lines[0]}")
+    missing = [function for function, tests in runs["formula"].items() if set(tests.values()) == {None}]
+    print(textwrap.fill(f"not there: {', '.join(missing)}", 110), *details, sep="\n")

@@ -69,12 +69,12 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entrop
     old = (logps if old_logps is None else old_logps).detach()         # verl computes π_old and π_ref without gradients
     tensors = dict(prompts=torch.ones(len(logps), 1), responses=logps, attention_mask=pad(mask, (1, 0), value=1).long(),
                    response_mask=mask, old_log_probs=old, advantages=advantages[:, None].expand_as(logps))
-    if ref_logps is not None:
-        tensors["ref_log_prob"] = ref_logps.detach()
+    tensors |= {} if ref_logps is None else dict(ref_log_prob=ref_logps.detach())
     if sampling_logps is not None:
         tensors |= correct(old, sampling_logps, mask, "token", sampling_cap)[0].batch.to_dict()
-    counts = dict(batch_num_tokens=num_items_in_batch or mask.sum().item(), global_batch_size=num_rows_in_batch or len(mask))
+    counts = dict(dp_size=1, batch_num_tokens=num_items_in_batch or mask.sum().item())
+    counts["global_batch_size"] = num_rows_in_batch or len(mask)
     packed = lambda x: torch.cat([pad(row[m == 1], (0, 1)) for row, m in zip(x, mask)])
     output = {name: packed(x) for name, x in (("log_probs", logps), ("entropy", entropies)) if x is not None}
-    loss, metrics = ppo_loss(config, output, get_tensordict(tensors, dict(dp_size=1) | counts))
+    loss, metrics = ppo_loss(config, output, get_tensordict(tensors, counts))
     return loss, {name: metrics[key].aggregate() for name, key in METRICS.items() if key in metrics}
