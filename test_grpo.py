@@ -1510,7 +1510,7 @@ threading.Timer(0.5, os.killpg, (0, signal.SIGINT)).start()
 with multiprocessing.get_context("fork").Pool(2) as pool:
     pool.map(time.sleep, [3000, 3000])
 """)
-    words = [sys.executable, grpo.module.__file__, *command(data, max_steps=5)]
+    words = ["env", "OMP_NUM_THREADS=1", sys.executable, grpo.module.__file__, *command(data, max_steps=5)]
     run = subprocess.run(words, capture_output=True, text=True, timeout=100, start_new_session=True)
     assert run.returncode == 130 and "stopped in step 3" in run.stdout, run.stderr
     (data / "done.py").unlink()

@@ -285,7 +285,19 @@ def runs():
         rewrite(HERE / "17_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
+def checks(library):
+    """The table of a library on the page of trainers, without what it has not: `figures.py checks trl`, or verl."""
+    script = f"worked_examples/check_{library}.py"
+    command = [sys.executable, "-W", "ignore", "worked_examples/check.py", script]
+    printed = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True).stdout
+    table = [line for line in printed.partition("\n\n")[0].splitlines() if re.search("  (the formula|same|different)", line)]
+    first = f"$ python worked_examples/check.py {script}\n"
+    rewrite(HERE / "check_your_trainer.md", rf"{re.escape(first)}.*?^```", "\n".join([first + table[0], *table[1:], "```"]))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["checks"]:
+        sys.exit(checks(sys.argv[2]))
     if sys.argv[1:] == ["run"]:
         runs()
         group()
