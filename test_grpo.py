@@ -4,7 +4,6 @@ Each function of §1-§8 has a twin here in pure Python: lists without padding, 
 Beside it stand gradients, worked numbers of the guides, and exact enumeration. With GRPO_MODULE=my_grpo.py they test
 that file: what it lacks or has not written yet (raise NotImplementedError) is skipped by name, and what goes beyond the
 formula is left out, unless GRPO_BEYOND=1, or one step of it: digits, equal, missing, empty, padding or positions.
-With -k worked_example the pages run with its functions in the place of grpo.py's.
 """
 
 import ast
@@ -124,7 +123,7 @@ def shown(x):
     return re.sub(r"\d+\.\d+(e-\d+)?", lambda number: f"{float(number[0]):.8g}", text)
 
 
-def expect(got, want, equation, tolerance=1e-9, **inputs):
+def expect(got, want, equation, tolerance=1e-9, failed={}, **inputs):
     """Compare what came, or what a function gives, with what is right. The message: equation, input, and both."""
     __tracebackhide__ = True
     want, error = f64(want).detach(), None
@@ -136,6 +135,9 @@ def expect(got, want, equation, tolerance=1e-9, **inputs):
         exact = 1e-9 if grpo.at("digits") else getattr(grpo.module, "TOLERANCE", 1e-6)     # τ = 1.05 in float32
         if torch.allclose(got.detach().double(), want, atol=max(tolerance, exact), rtol=exact, equal_nan=True):
             return
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    if not OWN and "pytest" in sys.argv[0] and failed.setdefault(equation, test) != test:     # check.py counts them all
+        pytest.skip(f"the same equation fails in {failed[equation]}")
     came_in = "".join(f"\n    input     {name} = {shown(value)}" for name, value in inputs.items())
     raise AssertionError(f"{equation}{came_in}\n    expected  {shown(want)}\n    got       {shown(got)}") from error
 
@@ -144,8 +146,7 @@ def expect_gradient(function, x, equation, **inputs):
     """Compare the gradient with finite differences, along one line on which every element of x moves."""
     x, step = x.detach().requires_grad_(), torch.linspace(1e-6, 2e-6, x.numel()).view_as(x)
     slope = (function(x + step) - function(x - step)).sum() / 2e-6
-    got = lambda: (gradient(function(x), x) * step).sum() / 1e-6
-    expect(got, slope, f"the slope of {equation}", 1e-6, **inputs)
+    expect(lambda: (gradient(function(x), x) * step).sum() / 1e-6, slope, f"the slope of {equation}", 1e-6, **inputs)
 
 
 def map_rows(function, *ragged):
@@ -708,8 +709,8 @@ def check(what, batch, o, per_token=False, old="old", sampled="logps"):
     constants = {name: batch[row].requires_grad_(grpo.strict or what == "constants") for name, row in names.items()}
     fixed = constants | known(dict(max_completion_length=7)) | o
     call = lambda logps, module=grpo: module.grpo_loss(logps, A, batch.mask, **fixed)
-    logps = batch["logps"].requires_grad_()
-    inputs, equation = dict(logps=logps, A=A, mask=batch.mask) | fixed, "loss = aggregate(-min(ρ·A, clip(ρ)·A) + β·KL)"
+    logps, equation = batch["logps"].requires_grad_(), "loss = aggregate(l(ρ, A)·top_entropy_mask·w + β·KL)"
+    inputs = dict(logps=logps, A=A, mask=batch.mask) | fixed
     want, want_metrics = twin_loss(batch, old, "sampling_logps" in names, **o)
     expect(lambda: call(logps)[0], want, equation, **inputs)
     loss, metrics = call(logps)
@@ -722,8 +723,7 @@ def check(what, batch, o, per_token=False, old="old", sampled="logps"):
         return
     loss.backward()
     for name, x in constants.items():
-        slope = 0.0 if x.grad is None else x.grad.abs().sum()
-        expect(f64(slope), 0.0, f"∂loss/∂{name} = 0: it is a constant (detach)", **inputs)
+        expect(f64(0.0 if x.grad is None else x.grad.abs().sum()), 0.0, f"∂loss/∂{name} = 0: detach it", **inputs)
     if not OWN:
         expect(logps.grad, gradient(call(logps, reference)[0], logps), f"the gradient of {equation}", **inputs)
     elif old == "old" and o.get("policy_loss") != "cispo" and 0.0 not in o.values():       # no kink at ρ = 1
