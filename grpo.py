@@ -112,10 +112,10 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
     """
     L, c = max_completion_len, soft_punish_cache
 
-    def soft_overlong_punishment(completion_ids, **kwargs):
+    def soft_overlong_punishment_reward(completion_ids, **kwargs):
         return [min(0.0, max(-1.0, (L - c - len(ids)) / max(c, 1))) for ids in completion_ids]
 
-    return soft_overlong_punishment
+    return soft_overlong_punishment_reward
 
 
 def combine_rewards(rewards_per_func, reward_weights=None):

@@ -45,12 +45,12 @@ def timed(function, seconds):
     return call
 
 
-def tiny_job():
+def tiny_job(cold_start_steps):
     """The model of `python grpo.py --model tiny` after its cold start, and that run's options."""
     tokenizer = grpo.tiny_tokenizer()
     model = grpo.tiny_model(tokenizer, 42).to(DEVICE)
     problems, _ = grpo.tiny_problems(42)
-    grpo.cold_start(model, tokenizer, problems, 42)
+    grpo.cold_start(model, tokenizer, problems, 42, steps=cold_start_steps)
     return model, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], dict(grpo.TINY)
 
 
@@ -190,10 +190,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cold_start_steps", type=int, default=500)
     parser.add_argument("--trl", action="store_true", help="TRL's trainer beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    job = tiny_job() if arguments.model == "tiny" else large_job()
+    job = tiny_job(arguments.cold_start_steps) if arguments.model == "tiny" else large_job()
     print(f"{arguments.model} on {DEVICE}, {arguments.rounds} rounds")
     for measure in [compare_with_trl] if arguments.trl else [compare_with_floor, growth]:
         measure(job, arguments.rounds)

@@ -13,6 +13,8 @@ ARGS = dict(output_dir=".", bf16=False, use_cpu=True, report_to="none", num_gene
 PROMPTS = datasets.Dataset.from_dict({"prompt": ["?"]})
 WORDS = grpo.tiny_tokenizer()
 MODEL = grpo.tiny_model(WORDS, 0).train()
+for_texts = lambda reward: lambda texts, *columns: reward([[{"content": text}] for text in texts], *columns)
+accuracy_reward, think_format_reward = map(for_texts, (trl.rewards.accuracy_reward, trl.rewards.think_format_reward))
 
 
 def trainer(**settings):
@@ -21,13 +23,6 @@ def trainer(**settings):
     vars(asked.args).update(settings)
     vars(asked).update(settings)
     return asked
-
-
-def for_texts(reward):                              # TRL's read chats
-    return lambda texts, *columns: reward([[{"content": text}] for text in texts], *columns)
-
-
-accuracy_reward, think_format_reward = map(for_texts, (trl.rewards.accuracy_reward, trl.rewards.think_format_reward))
 
 
 def score(asked, rewards, T=1, sampling_logps=None):
@@ -48,10 +43,16 @@ def completion_mask(completion_ids, eos_token_ids):
     return torch.tensor([[int(t < len(row)) for t in range(completion_ids.size(1))] for row in kept])
 
 
-def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
-    add_fused_lm_head(model, temperature)
+def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0,
+                    compute_entropy=False):
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
-    return trainer()._get_per_token_logps_and_entropies(model, ids, mask, completion_ids.size(1))[:2]
+    asked = trainer()._get_per_token_logps_and_entropies
+    return asked(model, ids, mask, completion_ids.size(1), compute_entropy=compute_entropy)[:2]
+
+
+def top_entropy_mask(entropies, completion_mask, quantile):
+    return trainer().get_high_entropy_mask(entropies, completion_mask, 1 - quantile)
 
 
 def aggregate(per_token_loss, mask, **options):                         # at ratio 1 a token's loss is -A
@@ -77,4 +78,5 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entrop
                    ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
                    num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
     loss = asked._compute_loss(MODEL, inputs)
-    return loss, {name: values[-1] for name, values in asked._metrics["train"].items()}
+    names = {"cispo_clip_ratio": "clip_ratio/high_mean"}
+    return loss, {names.get(name, name): values[-1] for name, values in asked._metrics["train"].items()}

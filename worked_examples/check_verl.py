@@ -19,18 +19,22 @@ completion_mask, selective_log_softmax = get_response_mask, logprobs_from_logits
 MODES = dict(grpo="seq-mean-token-mean", dr_grpo="seq-mean-token-sum-norm", dapo="token-mean", bnpo="token-mean")
 LOSSES = {"clip token": "vanilla", "clip sequence": "gspo", "cispo token": "cispo", "sapo token": "sapo"}
 METRICS = {"kl": "kl_loss", "entropy": "actor/entropy_loss", "clip_ratio/region_mean": "actor/pg_clipfrac"}
+leave_one_out_advantages = lambda rewards, num_generations: outcome("rloo", rewards, num_generations)
+gae_advantages = lambda r, V, m, *, gamma=1.0, lam=0.95: core_algos.compute_gae_advantage_return(r, V, m, gamma, lam)
+kl_estimate = lambda logps, ref_logps, *, estimator="k3": core_algos.kl_penalty(logps, ref_logps, estimator)
+kl_penalized_rewards = lambda scores, new, ref, mask, *, beta: core_algos.compute_rewards(      # scores at the end
+    torch.zeros_like(new).scatter(1, (mask.sum(1, True).long() - 1) % new.size(1), scores[:, None]), new, ref, beta)
+
+
+def outcome(estimator, rewards, G, **options):
+    inputs = rewards[:, None], torch.ones(len(rewards), 1), (torch.arange(len(rewards)) // G).numpy()
+    return core_algos.get_adv_estimator_fn(estimator)(*inputs, **options)[0][:, 0]
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", eps=1e-6):     # 1e-6: verl's default
     if scale_rewards == "batch":
         raise NotImplementedError
-    groups = (torch.arange(len(rewards)) // num_generations).numpy()
-    return core_algos.compute_grpo_outcome_advantage(rewards[:, None], torch.ones(len(rewards), 1), groups, eps,
-                                                     norm_adv_by_std_in_grpo=scale_rewards == "group")[0][:, 0]
-
-
-def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
-    return core_algos.compute_gae_advantage_return(rewards, values, completion_mask, gamma, lam)
+    return outcome("grpo", rewards, num_generations, epsilon=eps, norm_adv_by_std_in_grpo=scale_rewards == "group")
 
 
 def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
@@ -45,17 +49,13 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     return no_padding_2_padding(output["log_probs"], batch), None
 
 
-def kl_estimate(logps, ref_logps, *, estimator="k3"):
-    return core_algos.kl_penalty(logps, ref_logps, estimator)
-
-
 def aggregate(loss, mask, *, loss_type, max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None):
     tokens = None if loss_type == "bnpo" else num_items_in_batch
     return core_algos.agg_loss(loss, mask, MODES[loss_type], 1, tokens, num_rows_in_batch, max_completion_length)
 
 
 def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entropies=None, sampling_logps=None,
-              beta=0.0, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo", policy_loss="clip",
+              beta=0.0, epsilon_low=0.2, epsilon_high=0.2, delta=3.0, loss_type="dapo", policy_loss="clip",
               importance_sampling_level="token", kl_estimator="k3", sampling_cap=2.0, max_completion_length=None,
               num_items_in_batch=None, num_rows_in_batch=None):
     mode = LOSSES.get(f"{policy_loss} {importance_sampling_level}")
@@ -65,10 +65,10 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entrop
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=epsilon_low,
                              clip_ratio_high=high, policy_loss=PolicyLossConfig(loss_mode=mode), use_kl_loss=beta > 0,
                              kl_loss_coef=beta, kl_loss_type=kl_estimator, loss_agg_mode=MODES[loss_type],
-                             loss_scale_factor=max_completion_length)
+                             loss_scale_factor=max_completion_length, clip_ratio_c=delta)
     old = (logps if old_logps is None else old_logps).detach()         # verl computes π_old and π_ref without gradients
     tensors = dict(prompts=torch.ones(len(logps), 1), responses=logps, attention_mask=pad(mask, (1, 0), value=1).long(),
-                   response_mask=mask, old_log_probs=old, advantages=advantages[:, None].expand_as(logps))
+                   response_mask=mask, old_log_probs=old, advantages=advantages.view(len(logps), -1).expand_as(logps))
     tensors |= {} if ref_logps is None else dict(ref_log_prob=ref_logps.detach())
     if sampling_logps is not None:
         tensors |= correct(old, sampling_logps, mask, "token", sampling_cap)[0].batch.to_dict()

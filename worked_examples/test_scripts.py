@@ -52,7 +52,8 @@ def cold_starts():
 
 
 @pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", r"^gradient norm: \d"), ("benchmark.py", "--rounds 1", r"^G doubled / once +\d"),
+    ("walkthrough.py", "", r"^gradient norm: \d"),
+    ("benchmark.py", "--rounds 1 --cold_start_steps 5", r"^G doubled / once +\d"),
     ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
     ("explain.py", "", r"^rewards \[.*\], mean \S+, std \S+$"),
     ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",

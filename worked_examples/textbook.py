@@ -125,7 +125,7 @@ MISTAKES = [
     ("GSPO's sum for mean", " / completion_mask.sum(1, keepdim=True)", "", "test_importance_ratio",
      dict(importance_sampling_level="sequence")),
     ("ratio inverted", "log_ratio = logps - old_logps", "log_ratio = old_logps - logps", "test_importance_ratio", {}),
-    ("EOS masked out", "is_eos.cumsum(1) - is_eos == 0", "is_eos.cumsum(1) == 0", "test_completion_mask"),
+    ("EOS masked out", "is_eos.cumsum(1) - is_eos == 0", "is_eos.cumsum(1) == 0", "test_completion_mask", False),
     ("off by one", "- 1 : -1] / temp", ":] / temp", "test_per_token_logps_are_those_of_each_row_alone", "Llama", {}),
     ("entropy with gradient", "logits.detach()", "logits", "test_per_token_logps_are_those_of_each_row_alone", "Llama",
      dict(compute_entropy=True)),
