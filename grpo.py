@@ -615,8 +615,8 @@ def eos_token_ids(model, tokenizer):
 # The samples of one step. rows: B, of the dataset, each G times; completions: B strings, or messages;
 # prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded; logps,
 # entropies (B, T), recorded while sampling; terminated (B,), whether the completion ends in an EOS.
-Rollout = namedtuple("Rollout", ["rows", "completions", "prompt_ids", "prompt_mask", "completion_ids",
-                                 "completion_mask", "logps", "entropies", "terminated"])
+Rollout = namedtuple("Rollout", "rows completions prompt_ids prompt_mask completion_ids completion_mask "
+                                "logps entropies terminated")
 
 
 def sample_rollout(policy, tokenizer, batch, config, step):
@@ -682,8 +682,9 @@ class GRPOConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-                raise InputError(f"{name}: got {value}; allowed is a finite number, not below 0")
+            least = type(value) is int and name not in ("warmup_steps", "seed")           # a count of none
+            if isinstance(value, (int, float)) and not least <= value < math.inf:
+                raise InputError(f"{name}: got {value}; allowed is a finite number, at least {least:d}")
         B, G = self.generation_batch_size, self.num_generations
         if G < 2 or B % G:
             raise InputError(f"generation_batch_size: got {B}; allowed is a multiple of num_generations > 1")
@@ -1022,8 +1023,7 @@ def parse_options(argv):
     parser = HfArgumentParser(GRPOConfig, prog="grpo.py", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
-    built_in = ["accuracy", "think_format"]
-    parser.add_argument("--reward_funcs", nargs="+", default=built_in, help=f"{built_in} or file.py:function")
+    parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or my.py:f")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")

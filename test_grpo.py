@@ -1562,7 +1562,7 @@ BAD_FLAGS = [  # flag, value, what the one line must say
     ("resume_from_checkpoint", "models/Llama", "Llama"), ("preset", "ppo", "--preset"),
     ("loss_type", "bnpo", "--loss_type"), ("no_such_flag", 1, "--no_such_flag"), ("num_gen", 4, "--num_gen"),
     ("bf16", "maybe", "--bf16"), ("reward_weights", [1, 2, 3], "reward_weights: "),
-    ("reward_weights", 1, "reward_weights: "), ("learning_rate", -1, "learning_rate: got"),
+    ("reward_weights", 1, "reward_weights: "), ("learning_rate", -1, "learning_rate: got"), ("max_steps", 0, "_steps"),
     ("max_grad_norm", inf, "max_grad_norm: got"), ("seed", -1, "seed: got"), ("policy_loss", "cispo", "epsilon_high"),
     ("num_generations", 1, "generation_batch_size: got"), ("num_generations", 5, "generation_batch_size: got")]
 

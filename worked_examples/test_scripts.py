@@ -55,7 +55,7 @@ def cold_starts():
     ("walkthrough.py", "", r"^gradient norm: \d"),
     ("benchmark.py", "--rounds 1 --cold_start_steps 5", r"^G doubled / once +\d"),
     ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
-    ("explain.py", "", r"^rewards \[.*\], mean \S+, std \S+$"),
+    ("explain.py", "--seed 0", r"^rewards \[.*\], mean \S+, std \S+$"),
     ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
      r"^true accuracy: \S+ -> \S+$")])
 def test_each_script_runs(script, flags, printed, cold_starts, monkeypatch):
