@@ -682,9 +682,9 @@ class GRPOConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = type(value) is int and name not in ("warmup_steps", "seed")           # a count of none
+            least = int(GRPOConfig.__annotations__[name] is int and name not in ("warmup_steps", "seed"))
             if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise InputError(f"{name}: got {value}; allowed is a finite number, at least {least:d}")
+                raise InputError(f"{name}: got {value}; allowed is a finite number, at least {least}")
         B, G = self.generation_batch_size, self.num_generations
         if G < 2 or B % G:
             raise InputError(f"generation_batch_size: got {B}; allowed is a multiple of num_generations > 1")

@@ -120,7 +120,7 @@ def gradient(x, wrt):
 
 def shown(x):
     text = repr(x.tolist() if isinstance(x, torch.Tensor) else x)
-    return re.sub(r"\d+\.\d+(e-\d+)?", lambda number: f"{float(number[0]):.8g}", text)[:999]
+    return re.sub(r"\d+\.\d+(e-\d+)?", lambda x: f"{float(x[0]):.{12 if grpo.at('digits') else 8}g}", text)[:999]
 
 
 def expect(got, want, equation, tolerance=1e-9, failed={}, **inputs):
@@ -314,8 +314,7 @@ def twin_advantages(rewards, G, scale_rewards="group", correction=1, eps=1e-4):
         mean, std = statistics_of(group, correction)
         std = statistics_of(rewards, correction)[1] if scale_rewards == "batch" else std
         scale = 1.0 if scale_rewards == "none" else std + eps
-        silent = len({r for r in group if r == r}) <= 1
-        out += [0.0 if r != r or silent else (r - mean) / scale for r in group]
+        out += [0.0 if r != r or len({r for r in group if r == r}) <= 1 else (r - mean) / scale for r in group]
     return out
 
 
@@ -491,7 +490,8 @@ def test_per_token_logps_takes_other_dtypes_and_no_tokens_and_is_one_call():
 # §4 Importance ratio and clip ----------------------------------------------------------------------------------------
 
 RATIO = "ρ = exp(log π - log π_old) (DeepSeekMath eq. 3); of a sequence exp(mean of log ρ over its tokens) (GSPO eq. 7)"
-SURROGATE = "l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3)"
+POLICIES = dict(clip="l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3)",
+                cispo="l = -sg[min(ρ, ε_high)]·A·log π (CISPO eq. 4)", sapo="l = -σ(τ(ρ - 1))·4/τ·A (SAPO eq. 5)")
 SEQUENCE = dict(importance_sampling_level="sequence")
 
 
@@ -516,12 +516,12 @@ def twin_sapo(r, A, temperature_pos=1.0, temperature_neg=1.05):
 test_importance_ratio = by_rows("importance_ratio", "logps old mask", twin_importance, RATIO, {}, SEQUENCE)
 test_clip_ratio = by_rows("clip_ratio", "ratio", twin_clip, "clip(ρ, 1 - ε_low, 1 + ε_high)",
                           {}, dict(epsilon_low=0.1, epsilon_high=0.5))
-test_clipped_surrogate = by_rows("clipped_surrogate_loss", "ratio A", twin_clipped, SURROGATE,
+test_clipped_surrogate = by_rows("clipped_surrogate_loss", "ratio A", twin_clipped, POLICIES["clip"],
                                  {}, dict(epsilon_low=0.1, epsilon_high=0.5), dict(delta=1.4))
 test_cispo = by_rows("cispo_loss", "logps ratio A", lambda p, r, A, epsilon_high=5.0: -min(r, epsilon_high) * A * p,
-                     "l = -sg[min(ρ, ε_high)]·A·log π (CISPO eq. 4)", {}, dict(epsilon_high=1.2), constants="ratio")
+                     POLICIES["cispo"], {}, dict(epsilon_high=1.2), constants="ratio")
 test_sapo = by_rows("sapo_loss", "ratio A", twin_sapo,
-                    "l = -σ(τ(ρ - 1))·4/τ·A (SAPO eq. 5); τ in A's dtype: torch.where of two numbers gives float32",
+                    POLICIES["sapo"] + "; τ in A's dtype: torch.where of two numbers gives float32",
                     {}, dict(temperature_pos=0.5, temperature_neg=2.0))
 test_truncated_importance_ratio = by_rows(
     "truncated_importance_ratio", "old sampled", lambda p, q, cap=2.0: min(math.exp(p - q), cap),
@@ -676,11 +676,10 @@ def twin_loss(batch, old="old", corrected=False, **options):
     """The loss and the metrics, in lists of rows of tokens."""
     o, rows = DEFAULTS | options, batch.rows
     ratio = [twin_importance(p, q, o["importance_sampling_level"]) for p, q in zip(rows["logps"], rows[old])]
-    low, high, policy = {
-        "clip": (1 - o["epsilon_low"], 1 + o["epsilon_high"],
-                 lambda p, r, A: twin_clipped(r, A, o["epsilon_low"], o["epsilon_high"], o["delta"])),
-        "cispo": (0.0, o["epsilon_high"], lambda p, r, A: -min(r, o["epsilon_high"]) * A * p),
-        "sapo": (0.0, inf, lambda p, r, A: twin_sapo(r, A))}[o["policy_loss"]]
+    low, high, policy = {"clip": (1 - o["epsilon_low"], 1 + o["epsilon_high"], lambda p, r, A: twin_clipped(
+                                  r, A, o["epsilon_low"], o["epsilon_high"], o["delta"])),
+                         "cispo": (0.0, o["epsilon_high"], lambda p, r, A: -min(r, o["epsilon_high"]) * A * p),
+                         "sapo": (0.0, inf, lambda p, r, A: twin_sapo(r, A))}[o["policy_loss"]]
     loss = map_rows(policy, rows["logps"], ratio, rows["A"])
     if o["top_entropy_quantile"] < 1:
         threshold = twin_threshold(batch, o["top_entropy_quantile"])
@@ -710,10 +709,11 @@ def check(what, batch, o, per_token=False, old="old", sampled="logps"):
     constants = {name: batch[row].requires_grad_(grpo.strict or what == "constants") for name, row in names.items()}
     fixed = constants | known(dict(max_completion_length=7)) | o
     call = lambda logps, module=grpo: module.grpo_loss(logps, A, batch.mask, **fixed)
-    logps, equation = batch["logps"].requires_grad_(), "loss = aggregate(l(ρ, A)·top_entropy_mask·w)"
-    if "beta" in o:
-        equation = f"{equation[:-1]} + β·KL), k1 = log π - log π_ref, k3 = exp(-k1) + k1 - 1"
+    logps = batch["logps"].requires_grad_()
     inputs = dict(logps=logps, A=A, mask=batch.mask) | fixed
+    equation = f"loss = aggregate(l·top_entropy_mask·w + β·KL), {POLICIES[o.get('policy_loss', 'clip')]}"
+    equation += "; k1 = log π - log π_ref, k3 = exp(-k1) + k1 - 1" * ("beta" in o)
+    equation += "; ρ = exp(mean of an answer's log ρ)" * ("importance_sampling_level" in o)
     want, want_metrics = twin_loss(batch, old, "sampling_logps" in names, **o)
     expect(lambda: call(logps)[0], want, equation, **inputs)
     loss, metrics = call(logps)

@@ -1,6 +1,7 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/check.py my_answers.py
+    python worked_examples/check.py my_answers.py                the first failure of each function, and the rest in brief
+    python worked_examples/check.py my_answers.py grpo_loss      every failure of this function
 
 test_grpo.py asks for the formula, then takes one step beyond it at a time (GRPO_BEYOND; 1 is all of them).
 """
@@ -55,11 +56,13 @@ if __name__ == "__main__":
         if ran:
             count, steps = f"{len(failed)} of {len(ran)}", ", ".join(step for step in more if more[step])
             print(f"{function:30}{'different' if failed else 'same':14}{count:14}{steps}".rstrip())
-        details += [f"\n{function}: {test}\n{tests[test]}" for test in failed[:1]]
-        for step, others in {**more, "formula": failed[1:]}.items():
-            for test in others if step == "formula" else others[:1]:
-                lines = runs[step][function][test].splitlines()
-                ends = [line.strip()[:32] for line in lines if line.strip().startswith(("expected", "got"))]
-                details.append(f"    {function}, {step}, {test:.60}: {', '.join(ends) or lines[0]}")
+        for step, test in [("formula", test) for test in failed] + [(step, test) for step in more for test in more[step]]:
+            message = runs[step][function][test]
+            if function in sys.argv[2:] or [step, test] == ["formula", *failed[:1]]:
+                details.append(f"\n{function}, {step}: {test}\n{message}")
+            elif test in failed + more[step][:1]:
+                lines = [line.strip() for line in message.splitlines()]
+                ends = [line[:32] for line in lines if line.startswith(("expected", "got"))] or lines[:1]
+                details.append(f"    {function}, {step}, {test:.90}: {', '.join(ends)}")
     missing = [function for function, tests in runs["formula"].items() if set(tests.values()) == {None}]
     print(textwrap.fill(f"not there: {', '.join(missing)}", 110), *details, sep="\n")
