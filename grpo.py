@@ -237,7 +237,7 @@ def completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if no EOS stands before t, else 0.
 
     The first EOS itself is real, or the policy never learns to stop.
-    Source: TRL's GRPOTrainer. Args: completion_ids (B, T); eos_token_ids, one or several. Returns: (B, T).
+    Source: TRL's GRPOTrainer. Args: completion_ids (B, T); eos_token_ids: one, or a list. Returns: (B, T).
     Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device)).long()
@@ -470,12 +470,12 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     loss = aggregate( l(ρ, A)·top_entropy_mask·w + β·KL ),  l: policy_loss,  w: truncated_importance_ratio.
     Source: DeepSeekMath eq. 3; the order of the terms and the metric names are TRL's (_compute_loss).
     Args: advantages (B,) or (B, T), the other tensors (B, T); all log-probs but logps are constants.
-        old_logps: None while on-policy. ref_logps: needed where beta > 0. sampling_logps: the sampler's own,
-        None: w = 1. entropies: needed where top_entropy_quantile < 1. use_bias_correction_kl: multiply the KL
-        by ρ, so that a token's mean gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556). policy_loss: "clip",
-        "sapo" or "cispo", for which epsilon_high is the cap of ρ itself: set it, to 5 or so.
-    Returns: the scalar loss; metrics, floats, means over real tokens: clip_ratio/low_mean, /high_mean and
-        /region_mean; kl where ref_logps are given (at beta = 0, too), entropy where entropies are.
+        old_logps: None while on-policy. ref_logps: for beta > 0. entropies: for top_entropy_quantile < 1.
+        sampling_logps: None is w = 1. use_bias_correction_kl: multiply the KL by ρ; its mean gradient is then
+        ∇KL(π_θ‖π_ref) (arXiv:2512.02556). policy_loss: "clip", "sapo" or "cispo" (epsilon_high 5: caps ρ).
+    Returns: the scalar loss; metrics, floats, means over real tokens: clip_ratio/low_mean: ρ < 1 - ε_low and
+        A < 0; /high_mean: ρ > 1 + ε_high (cispo: the cap) and A > 0; /region_mean: either; kl, that of the
+        loss, where ref_logps are given (at beta = 0, too); entropy, where entropies are.
     Gotcha: on-policy the "clip" loss is a mean of -A, 0 with "grpo" or at equal lengths: it says nothing.
     """
     _check(locals(), "logps: B T, completion_mask: B T, advantages: B or B T, old_logps: B T or None, "

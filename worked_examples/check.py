@@ -1,6 +1,6 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/check.py my_answers.py                the first failure of each function, and the rest in brief
+    python worked_examples/check.py my_answers.py                of each function the first failure, the rest in brief
     python worked_examples/check.py my_answers.py grpo_loss      every failure of this function
 
 test_grpo.py asks for the formula, then takes one step beyond it at a time (GRPO_BEYOND; 1 is all of them).
@@ -48,6 +48,8 @@ def run_tests(name, step):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     runs, details = {step: run_tests(sys.argv[1], step) for step in STEPS}, []
     print(f"{'function':30}{'the formula':14}{'tests failed':14}steps beyond it that differ")
     for function, tests in runs["formula"].items():
@@ -56,7 +58,8 @@ if __name__ == "__main__":
         if ran:
             count, steps = f"{len(failed)} of {len(ran)}", ", ".join(step for step in more if more[step])
             print(f"{function:30}{'different' if failed else 'same':14}{count:14}{steps}".rstrip())
-        for step, test in [("formula", test) for test in failed] + [(step, test) for step in more for test in more[step]]:
+        shown = [("formula", test) for test in failed] + [(step, test) for step in more for test in more[step]]
+        for step, test in shown:
             message = runs[step][function][test]
             if function in sys.argv[2:] or [step, test] == ["formula", *failed[:1]]:
                 details.append(f"\n{function}, {step}: {test}\n{message}")

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import test_grpo
-from test_grpo import EXAMPLES, ModuleUnderTest, grpo
+from test_grpo import EXAMPLES, ModuleUnderTest, command, data, grpo, lines_of, models, python  # noqa: F401
 
 HOMEWORK = types.SimpleNamespace(**runpy.run_path(str(EXAMPLES / "homework.py")))
 TEXTBOOK = (EXAMPLES / "textbook.py").read_text().split("# What a student gets wrong")[0]
@@ -59,7 +59,7 @@ def test_a_textbook_mistake_is_found_and_explained(mistake, old, new, test, valu
 
 def test_an_error_is_what_came(coursework):
     coursework("def kl_penalized_rewards(scores, logps, ref_logps, mask, *, beta):\n    return logps[mask]\n")
-    with pytest.raises(AssertionError, match=r"(?s)r_t = .*input     mask = .*expected .*got       IndexError\('tensors"):
+    with pytest.raises(AssertionError, match=r"(?s)r_t = .*input     mask.*expected .*got       IndexError\('tensors"):
         test_grpo.test_kl_penalized_rewards(dict(beta=0.5))
 
 
@@ -70,6 +70,17 @@ def test_what_a_student_has_not_written_is_skipped_by_name(coursework):
         grpo.clip_ratio(1)
     with pytest.raises(NotImplementedError):        # torch's own, for a wrong dtype
         grpo.kl_estimate(torch.ones(1, dtype=torch.long), 0, estimator="k1")
+
+
+def test_what_is_written_in_part_runs_and_the_run_says_when_it_had_learned(data):
+    (data / "part.py").write_text("def entropy_from_logits(logits):\n    if logits.dim() == 3:\n"
+                                  "        return logits[..., 0] * 0\n    raise NotImplementedError\n\n\n"
+                                  "def clip_ratio(ratio):\n    raise NotImplementedError\n")
+    flags = command(data, dataset=data / "chat.jsonl", max_steps=2, output_dir=data / "out")
+    run = python(EXAMPLES / "homework.py", data / "part.py", *flags)
+    assert run.returncode == 0 and "\n1 of 25 written" in "\n" + run.stdout, run.stderr
+    assert run.stdout.endswith("S = none\n")
+    assert [line["entropy"] for line in lines_of(data / "out")] == [0, 0]
 
 
 def test_a_name_finds_the_tests_of_each_exercise():
@@ -83,7 +94,8 @@ def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(mist
     (tmp_path / "my_grpo.py").write_text(TEXTBOOK.replace(old, new))
     module = types.SimpleNamespace(**vars(grpo.module))
     said = HOMEWORK.put(str(tmp_path / "my_grpo.py"), module)
-    assert said.startswith("15 of 25 written; left: accuracy_reward, ")
+    assert said.startswith("grpo.py's own run in place of group_advantages (has no correction, scale_rewards), clipped")
+    assert "\n15 of 25 written; left: accuracy_reward, " in said
     assert module.completion_mask.__code__.co_filename == str(tmp_path / "my_grpo.py")
     assert module.grpo_loss is grpo.module.grpo_loss                    # the student's lacks policy_loss
     rewards, lengths, losses, first, last = zip(*HOMEWORK.table(module, seed=0))

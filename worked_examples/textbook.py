@@ -130,13 +130,13 @@ MISTAKES = [
     ("entropy with gradient", "logits.detach()", "logits", "test_per_token_logps_are_those_of_each_row_alone", "Llama",
      dict(compute_entropy=True)),
     ("advantages at padding", "(1) * completion_mask\n", "(1).expand(completion_mask.shape)\n", "test_broadcast", {}),
-    ("old not detached", "old_logps).detach()", "old_logps)", "test_the_other_log_probs_are_constants"),
-    ("ref not detached", "ref_logps.detach()", "ref_logps", "test_the_other_log_probs_are_constants"),
+    ("old not detached", "old_logps).detach()", "old_logps)", "test_grpo_loss_takes_the_other_log_probs_as_constants"),
+    ("ref not detached", "ref_logps.detach()", "ref_logps", "test_grpo_loss_takes_the_other_log_probs_as_constants"),
     ("entropy mask on the KL", "+ beta *", "+ (entropies >= entropies.median()) * beta *", "test_grpo_loss",
      dict(beta=0.1, top_entropy_quantile=0.5)),
-    ("clipped whatever A is", "(ratio > 1 + epsilon_high) & (A > 0)", "ratio > 1 + epsilon_high", "test_metrics", {}),
+    ("clipped whatever A is", "(ratio > 1 + epsilon_high) & (A > 0)", "ratio > 1 + epsilon_high", "test_grpo_loss_metrics", {}),
     ("KL as it was before ρ", 'shares["kl"]\n', 'shares["kl"]\n        shares["kl"] = kl_estimate(logps, ref_logps)\n',
-     "test_metrics", {}),
+     "test_grpo_loss_metrics", {}),
     ("no w", "if sampling_logps is not None", "if False", "test_grpo_loss", dict(sampling_cap=1.2)),
     ("w of log π", "truncated_importance_ratio(old_logps, sampling_logps, cap=s", "truncated_importance_ratio(logps, "
      "sampling_logps, cap=s", "test_grpo_loss", dict(sampling_cap=1.2))]
