@@ -464,14 +464,14 @@ def test_per_token_logps_are_those_of_each_row_alone(kind, options):
     inputs = dict(zip(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), batch)) | options
     rule = "log π(o_t) = log softmax(logits / temperature), at the position before o_t"
     tolerance = 1e-9 if grpo.at("digits") else 1e-5     # without position ids, float32 rounds other rotary angles
-    real = answer_mask + grpo.strict * (1 - answer_mask)                # elsewhere, what stands in the padding is free
-    expect(lambda: grpo.per_token_logps(model, *batch, **options)[0] * real, want, rule, tolerance, **inputs)
+    real = lambda x: x if grpo.strict else torch.where(answer_mask == 1, x, 0)          # else the padding's are free
+    expect(lambda: real(grpo.per_token_logps(model, *batch, **options)[0]), want, rule, tolerance, **inputs)
     logps, entropies = grpo.per_token_logps(model, *batch, **options)
     scale = torch.linspace(1, 2, want.numel()).view_as(want)
     for p in model.parameters():
-        expect(gradient(logps * scale * real, p), gradient(want * scale, p), rule + ": the gradient", 100 * tolerance)
+        expect(gradient(real(logps) * scale, p), gradient(want * scale, p), rule + ": the gradient", 100 * tolerance)
     if "compute_entropy" in options:
-        expect(entropies * real, want_H, "H = -Σ p·log p at each position", tolerance, **inputs)
+        expect(real(entropies), want_H, "H = -Σ p·log p at each position", tolerance, **inputs)
         needs_grad = entropies.requires_grad and not LIBRARY            # which may leave that to the mask made of them
         expect(f64(needs_grad), 0.0, "entropies.requires_grad = False: no gradient (detach)", **inputs)
     assert not grpo.strict or (entropies is None) == ("compute_entropy" not in options)
