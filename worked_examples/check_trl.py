@@ -43,12 +43,10 @@ def completion_mask(completion_ids, eos_token_ids):
     return torch.tensor([[int(t < len(row)) for t in range(completion_ids.size(1))] for row in kept])
 
 
-def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0,
-                    compute_entropy=False):
+def per_token_logps(model, prompt_ids, prompt_mask, answer_ids, mask, *, temperature=1.0, compute_entropy=False):
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
-    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
-    asked = trainer()._get_per_token_logps_and_entropies
-    return asked(model, ids, mask, completion_ids.size(1), compute_entropy=compute_entropy)[:2]
+    inputs = torch.cat([prompt_ids, answer_ids], 1), torch.cat([prompt_mask, mask], 1), answer_ids.size(1)
+    return trainer()._get_per_token_logps_and_entropies(model, *inputs, compute_entropy=compute_entropy)[:2]
 
 
 def top_entropy_mask(entropies, completion_mask, quantile):

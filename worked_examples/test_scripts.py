@@ -235,8 +235,8 @@ def test_the_page_in_a_browser(tmp_path):
         assert browser.get_log("browser") == []
 
 
-def test_the_script_and_its_page_are_small():
-    for name, lines in ("explain.py", 180), ("group_page.html", 200):
+def test_the_scripts_with_a_bound_keep_it():
+    for name, lines in ("explain.py", 180), ("group_page.html", 200), ("check_trl.py", 80), ("check_verl.py", 80):
         text = (EXAMPLES / name).read_text().splitlines()
         assert len(text) <= lines and max(map(len, text)) <= 120
     assert (EXAMPLES / "group.html").stat().st_size <= 400_000 and "://" not in (EXAMPLES / "group.html").read_text()
