@@ -1692,7 +1692,7 @@ def test_the_bug_museum(exhibit, monkeypatch, tmp_path):
     patched.write_text(SPOT.patched(exhibit))
     monkeypatch.setattr(grpo, "module", ModuleUnderTest(str(patched)).module)
     for test in re.findall(r"`(test_\w+)`", SPOT.exhibits()[exhibit].split("Caught by:")[1]):
-        failures, quiet = Failures(), "-q -x --tb=no -p no:cacheprovider -W ignore".split()
+        failures, quiet = Failures(), "-q -x --tb=no -p no:cacheprovider -p no:unraisableexception -W ignore".split()
         pytest.main([*quiet, f"{__file__}::{test}"], plugins=[failures])
         (when, excinfo), = failures or [(None, None)]
         assert when == "call", f"{test} does not catch it"
