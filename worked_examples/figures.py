@@ -2,7 +2,7 @@
 
 `python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands, with
 `--learning_rate 3e-3` and with ten seeds, and writes what hangs on these runs: the output in the README, the csv files,
-the table of page 17, and the page of a group with its picture, for which Chromium is needed. (Another processor adds in
+the table of page 6, and the page of a group with its picture, for which Chromium is needed. (Another processor adds in
 another order, and its figures differ a little.)
 """
 
@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
+PICTURES = HERE / "pictures"
 sys.path.insert(0, str(HERE.parent))
 import grpo  # noqa: E402
 
@@ -40,12 +41,12 @@ plt.rcParams |= {
 
 
 def save(figure, name):
-    figure.savefig(HERE / name, metadata={"Software": None})
+    figure.savefig(PICTURES / name, metadata={"Software": None})
     plt.close(figure)
 
 
 def loss_and_learning():
-    """Page 5: the lows of the loss rise while the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
+    """Page 2: the lows of the loss rise while the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -61,11 +62,11 @@ def loss_and_learning():
     left.set(xlabel="update", ylabel="loss", ylim=(-0.25, 0.05), title="the loss: its lows rise")
     second.plot(range(1, 41), right, ".-", color=BLUE)
     second.set(xlabel="update", ylabel="probability", ylim=(0, 1.05), title="π(right word): it learns")
-    save(figure, "05_loss_and_learning.png")
+    save(figure, "loss_and_learning.png")
 
 
 def clipping():
-    """Page 7: the loss of one token over its ratio."""
+    """Page 3: the loss of one token over its ratio."""
     ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64).unsqueeze(0)
     figure, axes = plt.subplots(1, 2)
     for axis, A, title in (
@@ -82,11 +83,11 @@ def clipping():
         axis.plot([1], [-A], "o", color="black", ms=4)
         axis.set(xlabel="ratio ρ (green: 0.8 ... 1.2)", ylabel="loss", title=title, xlim=(0, 3.5))
         axis.legend(loc="lower left" if A > 0 else "upper left")
-    save(figure, "07_clipping.png")
+    save(figure, "clipping.png")
 
 
 def kl_estimators():
-    """Page 8: the three estimators over the log-ratio, and their expected gradients on the page's three words."""
+    """Page 9: the three estimators over the log-ratio, and their expected gradients on the page's three words."""
     k1 = torch.linspace(-2, 2, 401, dtype=torch.float64).unsqueeze(0)
     figure, (left, second) = plt.subplots(1, 2)
     for name, colour in ("k1", GREY), ("k2", ORANGE), ("k3", BLUE):
@@ -116,11 +117,11 @@ def kl_estimators():
     )
     second.axhline(0, color="black", lw=0.8)
     second.legend(loc="lower left", fontsize=9)
-    save(figure, "08_kl_estimators.png")
+    save(figure, "kl_estimators.png")
 
 
 def length_bias():
-    """Page 9: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
+    """Page 4: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
     def weight(loss_type, n):  # of one token of the first row: the gradient of the aggregate
         mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
         token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
@@ -144,7 +145,7 @@ def length_bias():
     for axis in axes:
         axis.set(xlabel="n, tokens in the answer", xlim=(0, 100))
     axes[0].legend(fontsize=9)
-    save(figure, "09_length_bias.png")
+    save(figure, "length_bias.png")
 
 
 def variants():
@@ -177,12 +178,12 @@ def variants():
     axis.tick_params(axis="x", labelsize=7.5)
     axis.axhline(0, color="black", lw=0.8)
     axis.legend(fontsize=8, ncol=5, loc="upper right")
-    save(figure, "15_variants.png")
+    save(figure, "variants.png")
 
 
 def which_groups_teach():
-    """Page 17: silent groups in theory, and in the run of tiny_run.csv."""
-    run = numpy.genfromtxt(HERE / "tiny_run.csv", delimiter=",", names=True, deletechars="")
+    """Page 6: silent groups in theory, and in the run of tiny_run.csv."""
+    run = numpy.genfromtxt(PICTURES / "tiny_run.csv", delimiter=",", names=True, deletechars="")
     p = torch.linspace(0, 1, 201, dtype=torch.float64)
     figure, (left, second) = plt.subplots(1, 2)
     for G, colour in zip((2, 8, 16, 64), (GREY, BLUE, ORANGE, RED)):
@@ -197,12 +198,12 @@ def which_groups_teach():
         second.plot(run["step"][5:-4], means, color=colour, lw=2, label=label)
     second.set(xlabel="step", ylim=(0, 1.05), title="python grpo.py --model tiny")
     second.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.68))
-    save(figure, "17_which_groups_teach.png")
+    save(figure, "which_groups_teach.png")
 
 
 def collapse():
-    """Page 17: the same run with a learning rate of 3e-3."""
-    run = numpy.genfromtxt(HERE / "collapsed_run.csv", delimiter=",", names=True, deletechars="")
+    """Page 6: the same run with a learning rate of 3e-3."""
+    run = numpy.genfromtxt(PICTURES / "collapsed_run.csv", delimiter=",", names=True, deletechars="")
     figure, (left, second) = plt.subplots(1, 2)
     left.plot(run["step"], run["rewards/accuracy_reward/mean"], color=BLUE, lw=1.2, label="accuracy")
     left.plot(run["step"], run["rewards/think_format_reward/mean"], color=ORANGE, lw=1.2, label="think format")
@@ -214,12 +215,12 @@ def collapse():
     second.plot(run["step"], run["loss"], color=RED, lw=1.2, label="loss")
     second.set(xlabel="step", ylim=(-0.15, 1.05), title="the same run")
     second.legend(fontsize=9, loc="center right")
-    save(figure, "17_collapse.png")
+    save(figure, "collapse.png")
 
 
 def learning_curves():
     """README: the demo with ten seeds."""
-    runs = numpy.genfromtxt(HERE / "tiny_seeds.csv", delimiter=",", names=True, deletechars="")
+    runs = numpy.genfromtxt(PICTURES / "tiny_seeds.csv", delimiter=",", names=True, deletechars="")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3))
     titles = {"rewards/accuracy_reward/mean": "right answers of a step's samples", "entropy": "entropy (nats a token)",
               "frac_reward_zero_std": "silent groups: all rewards equal"}
@@ -231,7 +232,7 @@ def learning_curves():
     save(figure, "curve.png")
 
 
-def group(folder=HERE):
+def group(folder=PICTURES):
     """README: explain.py's page of a group, and its tokens as a browser draws them, after five updates."""
     page, picture = folder / "group.html", folder / "group.png"
     subprocess.run([sys.executable, HERE / "explain.py", "--html", page], check=True)
@@ -254,7 +255,7 @@ def run_tiny(csv, *flags):
     printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     log = [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
     rows = [",".join(f"{line[name]:.5g}" for name in METRICS) for line in log]
-    (HERE / csv).write_text("\n".join([",".join(METRICS), *rows]) + "\n")
+    (PICTURES / csv).write_text("\n".join([",".join(METRICS), *rows]) + "\n")
     return printed, rows
 
 
@@ -267,7 +268,7 @@ def rewrite(page, pattern, text):
 
 
 def runs():
-    """What README and page 17 say of the demo, made anew."""
+    """What README and page 6 say of the demo, made anew."""
     printed, _ = run_tiny("tiny_run.csv")
     run_tiny("collapsed_run.csv", "--learning_rate", "3e-3")
     all_rows = [",".join(METRICS)]
@@ -276,13 +277,13 @@ def runs():
         print(f"seed {seed}: {last_line.splitlines()[-1]}; samples of the last ten steps: "
               f"{numpy.mean([float(row.split(',')[1]) for row in rows[-10:]]):.3f}")
         all_rows += rows
-    (HERE / "tiny_seeds.csv").write_text("\n".join(all_rows) + "\n")
+    (PICTURES / "tiny_seeds.csv").write_text("\n".join(all_rows) + "\n")
     rewrite(HERE.parent / "README.md", r"^before GRPO.*?^held-out accuracy[^\n]*\n", printed)
-    tiny, collapsed = (numpy.genfromtxt(HERE / name, delimiter=",", names=True, deletechars="")
+    tiny, collapsed = (numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="")
                        for name in ("tiny_run.csv", "collapsed_run.csv"))
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(HERE / "17_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(HERE / "06_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):

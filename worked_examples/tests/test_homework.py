@@ -1,6 +1,6 @@
 """Tests of the coursework: homework.py, textbook.py, and what test_grpo.py says of a student's file.
 
-    python -m pytest -q worked_examples/test_homework.py
+    python -m pytest -q worked_examples/tests/test_homework.py
 """
 
 import inspect
@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import test_grpo
 from test_grpo import EXAMPLES, ModuleUnderTest, command, data, grpo, lines_of, models, python  # noqa: F401
 
 HOMEWORK = types.SimpleNamespace(**runpy.run_path(str(EXAMPLES / "homework.py")))
-TEXTBOOK = (EXAMPLES / "textbook.py").read_text().split("# What a student gets wrong")[0]
-MISTAKES = runpy.run_path(str(EXAMPLES / "textbook.py"))["MISTAKES"]
+TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text().split("# What a student gets wrong")[0]
+MISTAKES = runpy.run_path(str(EXAMPLES / "tests/textbook.py"))["MISTAKES"]
 EXERCISES = [name for name, f in vars(grpo.module).items() if inspect.isfunction(f) and "Source:" in (f.__doc__ or "")]
 
 

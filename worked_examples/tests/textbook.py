@@ -1,6 +1,6 @@
 """GRPO as a textbook writes it: the plain formulas, without what makes them safe.
 
-    GRPO_MODULE=worked_examples/textbook.py python -m pytest -q test_grpo.py
+    GRPO_MODULE=worked_examples/tests/textbook.py python -m pytest -q test_grpo.py
 
 has no failure: test_grpo.py asks a student's file for the formula, and for nothing beyond it. The lines of grpo.py that
 are not here are about what it leaves open: padding that holds NaN, rewards that are missing, equal rewards in float32,

@@ -27,7 +27,7 @@ import pytest
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import test_grpo
 from test_grpo import (EXAMPLES, SMALL, SPOT, ModuleUnderTest, chat_tokenizer, cli, command, data, grpo,  # noqa: F401
                        lines_of, make_model, models, python)
@@ -115,7 +115,7 @@ def test_every_figure_is_drawn_by_the_script_beside_it(tmp_path):
     for name, draw in figures.items():
         if inspect.isfunction(draw) and not inspect.signature(draw).parameters and name != "runs":
             draw()
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in EXAMPLES.glob("*.png")} - {"group.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (EXAMPLES / "pictures").glob("*.png")} - {"group.png"}
 
 
 def test_the_same_run_in_trl_learns_the_same(data):
@@ -239,4 +239,4 @@ def test_the_scripts_with_a_bound_keep_it():
     for name, lines in ("explain.py", 180), ("group_page.html", 200), ("check_trl.py", 80), ("check_verl.py", 80):
         text = (EXAMPLES / name).read_text().splitlines()
         assert len(text) <= lines and max(map(len, text)) <= 120
-    assert (EXAMPLES / "group.html").stat().st_size <= 400_000 and "://" not in (EXAMPLES / "group.html").read_text()
+    assert (EXAMPLES / "pictures/group.html").stat().st_size <= 400_000 and "://" not in (EXAMPLES / "pictures/group.html").read_text()
