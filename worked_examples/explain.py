@@ -11,14 +11,15 @@ forget the carry; of another model it is the first group whose rewards differ. I
     clipped     yes where the ratio has left the clip range, and the gradient is 0 (cispo: where its weight is capped)
     A, loss     advantage; policy term + beta * KL of this token, before the mean is taken
 
---html group.html writes a page instead (from group_page.html): the group before and after each of --num_iterations
-updates, 10 by default, and how six methods push each token at the same log-probs, -∂loss/∂log π of grpo_loss by
-autograd, without the KL. The tiny model, one thread: about 20 seconds.
+--html group.html writes a page instead (from group_page.html): the answers as a tree, before and after each of
+--num_iterations updates, 10 by default, what the model says where they part, and how six methods push each token at the
+same log-probs, -∂loss/∂log π of grpo_loss by autograd, without the KL. The tiny model, one thread: about 25 seconds.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,20 +75,44 @@ def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
     return found[0] if found else 0
 
 
+def find_forks(answers, advantages):
+    """The beginnings (tuples of ids) after which answers part; first the one with the largest Σ|ΣA of a next token|."""
+    pushes = {}                                                         # beginning -> next token -> ΣA
+    for ids, A in zip(answers, advantages):
+        for t, token in enumerate(ids):
+            after = pushes.setdefault(tuple(ids[:t]), {})
+            after[token] = after.get(token, 0.0) + A
+    forks = {beginning: after for beginning, after in pushes.items() if len(after) > 1}
+    return dict(sorted(forks.items(), key=lambda fork: -sum(map(abs, fork[1].values()))))
+
+
+def next_token_probs(policy, prompt_ids, beginning, temperature):
+    """What the policy says after a question and a beginning of an answer: (V,)."""
+    ids = torch.cat([prompt_ids, prompt_ids.new_tensor(beginning)]).unsqueeze(0)
+    return (policy(input_ids=ids).logits[0, -1].float() / temperature).softmax(0)
+
+
 def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
-    """Let train make its updates on one group: what it saw, and log-probs (G, T) after 0, 1, ... updates."""
+    """Let train make its updates on one group: what it saw; after 0, 1, ... updates log-probs (G, T), and forks' probs."""
     config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
     parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
-    seen = SimpleNamespace(updates=[])
+    seen = SimpleNamespace(updates=[], probs=[])
 
     def note_logps(*_):
+        prompt_ids = seen.rollout.prompt_ids[0][seen.rollout.prompt_mask[0] == 1]
         with torch.no_grad():
             seen.updates.append(torch.cat([grpo.rollout_logps(policy, seen.rollout, part, config) for part in parts]))
+            seen.probs.append([next_token_probs(policy, prompt_ids, beginning, config.temperature)
+                               for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
         seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
+        lengths = rollout.completion_mask.sum(1).tolist()
+        seen.answers = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
+        seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
+        seen.rewards_per_func = {f.__name__: column for f, column in zip(reward_funcs, rewards_per_func.T)}
         note_logps()
         return seen.advantages
 
@@ -107,8 +132,7 @@ def loss_options(config):
 
 def group_data(seen, tokenizer, config):
     """All numbers of the page, as JSON has them."""
-    lengths = seen.rollout.completion_mask.sum(1).tolist()
-    answers = [row[:n] for row, n in zip(seen.rollout.completion_ids.tolist(), lengths)]
+    lengths = [len(ids) for ids in seen.answers]
 
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
@@ -120,6 +144,17 @@ def group_data(seen, tokenizer, config):
         loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
         return numbers(-torch.autograd.grad(loss, logps)[0])
 
+    forks = []                                              # of each fork the sampled words, and what else is likely
+    for beginning, probs in zip(seen.forks, zip(*seen.probs)):
+        likely = torch.stack(probs).amax(0) > 0.01
+        likely[list(seen.forks[beginning])] = True
+        words = sorted(likely.nonzero()[:, 0].tolist(), key=lambda token: -probs[0][token])
+        forks.append((beginning, words, [numbers(p[words]) for p in probs]))
+    used = sorted({token for ids in seen.answers for token in ids} | {token for _, words, _ in forks for token in words})
+    text = {token: tokenizer.decode([token]) for token in used}
+    twins = Counter(text.values())                          # two ids may decode to one text: parts of a character
+    text = {token: word if twins[word] == 1 else f"{word}[{token}]" for token, word in text.items()}
+
     mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
     plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
     methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
@@ -129,11 +164,14 @@ def group_data(seen, tokenizer, config):
         "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
         "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
-                     "tokens": [tokenizer.decode([token]) for token in ids]} for ids in answers],
+                     "tokens": [text[token] for token in ids]} for ids in seen.answers],
         "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
         "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
                     for name, options in methods.items()},
+        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
+                   "probabilities": probabilities} for beginning, words, probabilities in forks],
         "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
+        "rewards_per_func": {name: numbers(column) for name, column in seen.rewards_per_func.items()},
         "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
 
 
