@@ -1,19 +1,15 @@
-"""One sampled group, token by token: a table in the terminal, or one page for the browser with every number in it.
+"""One sampled group, token by token: a table in the terminal, or a page for the browser.
 
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags. Without any, the tiny model after its whole cold start answers a question, and some answers
-forget the carry; of another model it is the first group whose rewards differ. It prints the best and the worst answer
-(--all: each) after one update on this group, and the group's rewards, their mean and standard deviation:
-
-    logp, old   log-probability in nats after the update, and under the weights that sampled
-    ratio       exp(logp - old); with --importance_sampling_level sequence one for the answer
-    clipped     yes where the ratio has left the clip range, and the gradient is 0 (cispo: where its weight is capped)
-    A, loss     advantage; policy term + beta * KL of this token, before the mean is taken
+It takes grpo.py's flags. Without any, the tiny model after its cold start answers a question, and some answers forget the
+carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer (--all:
+each) after one update on this group: a token's log-prob now and when sampled (nats), their ratio, whether it is clipped
+(cispo: capped), its advantage, and its loss before the mean is taken: policy term + beta * KL.
 
 --html group.html writes a page instead (from group_page.html): the answers as a tree, before and after each of
---num_iterations updates, 10 by default, what the model says where they part, and how six methods push each token at the
-same log-probs, -∂loss/∂log π of grpo_loss by autograd, without the KL. The tiny model, one thread: about 25 seconds.
+--num_iterations updates (10), what the model says where they part, and how six methods push each token at the same
+log-probs: -∂loss/∂log π of grpo_loss by autograd, without the KL. The tiny model, one thread: about 25 seconds.
 """
 
 import argparse
@@ -144,15 +140,12 @@ def group_data(seen, tokenizer, config):
         loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
         return numbers(-torch.autograd.grad(loss, logps)[0])
 
-    forks = []                                              # of each fork the sampled words, and what else is likely
-    for beginning, probs in zip(seen.forks, zip(*seen.probs)):
-        likely = torch.stack(probs).amax(0) > 0.01
-        likely[list(seen.forks[beginning])] = True
-        words = sorted(likely.nonzero()[:, 0].tolist(), key=lambda token: -probs[0][token])
-        forks.append((beginning, words, [numbers(p[words]) for p in probs]))
-    used = sorted({token for ids in seen.answers for token in ids} | {token for _, words, _ in forks for token in words})
-    text = {token: tokenizer.decode([token]) for token in used}
-    twins = Counter(text.values())                          # two ids may decode to one text: parts of a character
+    words = [sorted({*after, *(torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()},
+                    key=lambda token: -probs[0][token])                 # of each fork: the sampled ones, the likely ones
+             for after, probs in zip(seen.forks.values(), zip(*seen.probs))]
+    ids = sorted({token for some in (*seen.answers, *words) for token in some})
+    text = {token: tokenizer.decode([token]) for token in ids}
+    twins = Counter(text.values())                                      # parts of a character may have one text
     text = {token: word if twins[word] == 1 else f"{word}[{token}]" for token, word in text.items()}
 
     mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
@@ -168,8 +161,9 @@ def group_data(seen, tokenizer, config):
         "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
         "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
                     for name, options in methods.items()},
-        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
-                   "probabilities": probabilities} for beginning, words, probabilities in forks],
+        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in some],
+                   "probabilities": [numbers(probs[k][some]) for probs in seen.probs]}
+                  for k, (beginning, some) in enumerate(zip(seen.forks, words))],
         "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
         "rewards_per_func": {name: numbers(column) for name, column in seen.rewards_per_func.items()},
         "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
