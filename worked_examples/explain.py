@@ -61,25 +61,25 @@ def forgets_the_carry(rollout):
 
 def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
     """The first step, which chooses question and samples, whose group is wanted; without one, whose rewards differ."""
-    found = []
+    first = None
     for step in range(config.max_steps):
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
         if grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config).any():
-            found.append(step)
+            first = step if first is None else first
             if wanted(rollout):
                 return step
-    return found[0] if found else 0
+    return first or 0
 
 
 def find_forks(answers, advantages):
-    """The beginnings (tuples of ids) after which answers part; first the one with the largest Σ|ΣA of a next token|."""
-    pushes = {}                                                         # beginning -> next token -> ΣA
+    """The beginnings after which answers part, the one with the largest pushes first -> the next tokens -> their ΣA."""
+    pulls = {}
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):
-            after = pushes.setdefault(tuple(ids[:t]), {})
-            after[token] = after.get(token, 0.0) + A
-    forks = {beginning: after for beginning, after in pushes.items() if len(after) > 1}
-    return dict(sorted(forks.items(), key=lambda fork: -sum(map(abs, fork[1].values()))))
+            after = pulls.setdefault(tuple(ids[:t]), Counter())
+            after[token] += A
+    forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
+    return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
 
 
 def next_token_probs(policy, prompt_ids, beginning, temperature):
@@ -105,8 +105,7 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted
         seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
-        lengths = rollout.completion_mask.sum(1).tolist()
-        seen.answers = [row[:n] for row, n in zip(rollout.completion_ids.tolist(), lengths)]
+        seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
         seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
         seen.rewards_per_func = {f.__name__: column for f, column in zip(reward_funcs, rewards_per_func.T)}
         note_logps()
