@@ -4,18 +4,15 @@
 
 It takes grpo.py's flags. Without any, the tiny model after its cold start answers a question, and some answers forget the
 carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer (--all:
-each) after one update on this group: a token's log-prob now and when sampled (nats), their ratio, whether it is clipped
-(cispo: capped), its advantage, and its loss before the mean is taken: policy term + beta * KL.
-
---html group.html writes a page instead (from group_page.html): the answers as a tree, before and after each of
---num_iterations updates (10), what the model says where they part, and how six methods push each token at the same
-log-probs: -∂loss/∂log π of grpo_loss by autograd, without the KL. The tiny model, one thread: about 25 seconds.
+each) after one update on this group: log-probs now and when sampled (nats), their ratio, whether it is clipped (cispo:
+capped), the advantage, and the token's loss: policy term + beta * KL. --html group.html writes a page instead: the answers
+as a tree, before and after each of --num_iterations updates (10), what the model says where they part, and how six methods
+push each token at the same log-probs (-∂loss/∂log π of grpo_loss by autograd, without the KL). About 25 s on one core.
 """
 
 import argparse
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,24 +30,24 @@ def parse(argv):
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
     argv = [*"--model tiny --num_iterations 10 --lr_scheduler_type constant --warmup_steps 0".split(), *argv]
-    options, config = grpo.parse_options(argv)
+    config, options = grpo.parse_options(argv)
     if options.model == "tiny":                                         # on one group, the demo's rate is too high
-        options, config = grpo.parse_options(["--learning_rate", "3e-5", *argv])
+        config, options = grpo.parse_options(["--learning_rate", "3e-5", *argv])
     return own, options, config
 
 
 def load(options, config):
     """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them."""
-    if options.model == "tiny":
-        torch.set_num_threads(1)                                        # for so small a model, more would wait
-        tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
-        policy = grpo.tiny_model(tokenizer, config.seed)
-    else:
-        dataset, (policy, tokenizer) = grpo.load_dataset(options.dataset), grpo.load_model(options.model)
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    if options.model == "tiny":
-        grpo.cold_start(policy, tokenizer, dataset, config.seed)
-    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.model != "tiny":
+        policy, tokenizer = grpo.load_model(options.model)
+        return policy.to(device), tokenizer, grpo.load_dataset(options.dataset), reward_funcs
+    torch.set_num_threads(1)                                            # for so small a model, more would wait
+    tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
+    policy = grpo.tiny_model(tokenizer, config.seed).to(device)
+    grpo.cold_start(policy, tokenizer, dataset, config.seed)
+    return policy, tokenizer, dataset, reward_funcs
 
 
 def forgets_the_carry(rollout):
@@ -61,14 +58,14 @@ def forgets_the_carry(rollout):
 
 def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
     """The first step, which chooses question and samples, whose group is wanted; without one, whose rewards differ."""
-    first = None
+    found = []
     for step in range(config.max_steps):
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
         if grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config).any():
-            first = step if first is None else first
+            found.append(step)
             if wanted(rollout):
                 return step
-    return first or 0
+    return found[0] if found else 0
 
 
 def find_forks(answers, advantages):
@@ -76,8 +73,8 @@ def find_forks(answers, advantages):
     pulls = {}
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):
-            after = pulls.setdefault(tuple(ids[:t]), Counter())
-            after[token] += A
+            after = pulls.setdefault(tuple(ids[:t]), {})
+            after[token] = after.get(token, 0.0) + A
     forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
     return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
 
@@ -107,7 +104,7 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted
         seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
         seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
         seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
-        seen.rewards_per_func = {f.__name__: column for f, column in zip(reward_funcs, rewards_per_func.T)}
+        seen.parts = {grpo.reward_name(f): column for f, column in zip(reward_funcs, rewards_per_func.T)}
         note_logps()
         return seen.advantages
 
@@ -119,10 +116,12 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted
 
 
 def loss_options(config):
-    """What train passes to grpo_loss besides tensors."""
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    names = "beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl max_completion_length"
-    return {name: getattr(config, name) for name in names.split()} | dict(epsilon_low=config.epsilon, epsilon_high=high)
+    """What train passes to grpo_loss besides tensors, with the number that an epsilon_high of None stands for."""
+    names = ("beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
+             "max_completion_length")
+    high = {"clip": config.epsilon, "sapo": config.epsilon, "cispo": 5.0}[config.policy_loss]
+    options = {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon}
+    return options | {"epsilon_high": high if config.epsilon_high is None else config.epsilon_high}
 
 
 def group_data(seen, tokenizer, config):
@@ -139,13 +138,14 @@ def group_data(seen, tokenizer, config):
         loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
         return numbers(-torch.autograd.grad(loss, logps)[0])
 
-    words = [sorted({*after, *(torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()},
-                    key=lambda token: -probs[0][token])                 # of each fork: the sampled ones, the likely ones
-             for after, probs in zip(seen.forks.values(), zip(*seen.probs))]
-    ids = sorted({token for some in (*seen.answers, *words) for token in some})
-    text = {token: tokenizer.decode([token]) for token in ids}
-    twins = Counter(text.values())                                      # parts of a character may have one text
-    text = {token: word if twins[word] == 1 else f"{word}[{token}]" for token, word in text.items()}
+    forks, text = [], {}                                                # of a fork the sampled tokens, and the likely
+    for (beginning, after), probs in zip(seen.forks.items(), zip(*seen.probs)):
+        likely = (torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()
+        words = sorted({*after, *likely}, key=lambda token: -probs[0][token])
+        forks.append((beginning, words, [numbers(p[words]) for p in probs]))
+    for token in sorted({token for ids in (*seen.answers, *(words for _, words, _ in forks)) for token in ids}):
+        word = tokenizer.decode([token])                                # parts of a character may have one text
+        text[token] = word if word not in text.values() else f"{word}[{token}]"
 
     mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
     plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
@@ -160,11 +160,10 @@ def group_data(seen, tokenizer, config):
         "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
         "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
                     for name, options in methods.items()},
-        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in some],
-                   "probabilities": [numbers(probs[k][some]) for probs in seen.probs]}
-                  for k, (beginning, some) in enumerate(zip(seen.forks, words))],
+        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
+                   "probabilities": probabilities} for beginning, words, probabilities in forks],
         "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
-        "rewards_per_func": {name: numbers(column) for name, column in seen.rewards_per_func.items()},
+        "rewards_per_func": {name: numbers(column) for name, column in seen.parts.items()},
         "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
 
 

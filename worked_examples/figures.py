@@ -450,7 +450,7 @@ def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
     beginning, pulls = next(iter(seen.forks.items()))
     words = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]
     prompt_ids = seen.rollout.prompt_ids[0][seen.rollout.prompt_mask[0] == 1]
-    _, demo = grpo.parse_options(["--model", "tiny"])
+    demo, _ = grpo.parse_options(["--model", "tiny"])
     probabilities = []
 
     def note():

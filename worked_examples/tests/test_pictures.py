@@ -27,7 +27,7 @@ import figures
 import grpo
 
 CONFIG = dict(num_generations=6, generation_batch_size=6, per_device_train_batch_size=4, num_iterations=4,
-              max_completion_length=12, learning_rate=3e-3, lr_scheduler_type="constant")
+              max_completion_length=12, learning_rate=1e-3, lr_scheduler_type="constant")
 
 
 # A small model's group ------------------------------------------------------------------------------------------------
@@ -109,7 +109,8 @@ def test_the_weights_of_the_page_are_the_gradients_in_closed_form():
             gate = 1 / (1 + math.exp((1.0 if A > 0 else 1.05) * (1 - ratio)))
             slopes = dict(cispo=min(ratio, 5.0), sapo=4 * gate * (1 - gate) * ratio)
             assert weight == pytest.approx(slopes.get(name, 0.0 if clipped else ratio) * A / divisor, rel=1e-5)
-            clipped_once |= {name} if weight == 0 and A else set()
+            if clipped and o["policy_loss"] == "clip":
+                clipped_once.add(name)
     assert clipped_once == {"grpo", "dapo", "dr_grpo", "gspo"}
     mean, std = statistics.mean(data["rewards"]), statistics.stdev(data["rewards"])
     assert data["mean"] == pytest.approx(mean, rel=1e-5) and data["std"] == pytest.approx(std, rel=1e-5)
@@ -243,13 +244,14 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_pa
         assert [chosen.id for chosen in find(".cell[aria-pressed=true]")] == [cell.id] and cell.get_attribute("tabindex") == "0"
         W, π, everything, push = map(number, re.search(r"= (\S+) − (\S+) · \((\S+)\) = (\S+) on its logit",
                                                        find("#sum")[0].text).groups())
-        assert W - π * everything == pytest.approx(push, abs=0.06 + 0.0001 * abs(everything))
+        rounding = 0.05 + 0.05 * π + 0.05 + 5e-5 * abs(everything)      # one decimal each, and four of π
+        assert W - π * everything == pytest.approx(push, abs=rounding + 1e-9)
         lines = find("#why")[0].text.split("\n")
         assert len(lines) == 4 and number(lines[2].split()[-1]) == W and number(lines[3].split()[-1]) == everything
         weighed = re.search(r"A / N = (\S+) · (\S+) / (\d+) = (\S+)$", lines[1])
         if weighed:
             factor, A, N, weight = map(number, weighed.groups())
-            assert 1000 * factor * A / N == pytest.approx(weight, abs=0.06)
+            assert 1000 * factor * A / N == pytest.approx(weight, abs=0.05 + 0.05 * (abs(A) + abs(factor)) / N + 1e-9)
         else:
             assert "clipped" in lines[1]
     active = lambda: browser.execute_script("return nodes.filter(node => node.cell.button === document.activeElement)"
@@ -276,7 +278,7 @@ def test_the_page_of_another_model_stays_usable_in_a_browser(browser, tmp_path):
     ids = torch.randint(2, 18, (G, T))
     ids[:, :stem] = ids[0, :stem]
     ids[:, stem] = torch.arange(G) + 4                                  # here they part
-    old = -torch.rand(G, T) ** 8
+    old = -torch.rand(G, T) ** 20                                       # the model hesitates at one token in five
     old[:, :stem] = old[0, :stem]
     rewards, mask = torch.tensor([0.9, 0.1, 0.25, 1.5, -0.5, 0.0, 1.5, 0.3]), torch.ones(G, T, dtype=torch.long)
     config = grpo.GRPOConfig(max_completion_length=T, generation_batch_size=G)
@@ -285,7 +287,7 @@ def test_the_page_of_another_model_stays_usable_in_a_browser(browser, tmp_path):
     forks = explain.find_forks(ids.tolist(), advantages[:, 0].tolist())
     seen = SimpleNamespace(
         rollout=SimpleNamespace(prompt_ids=torch.full((G, 3), 5), entropies=torch.zeros(G, T)), answers=ids.tolist(),
-        updates=moved, advantages=advantages, mask=mask, rewards=rewards, rewards_per_func={"f": rewards}, forks=forks,
+        updates=moved, advantages=advantages, mask=mask, rewards=rewards, parts={"f": rewards}, forks=forks,
         probs=[[torch.full((18,), 1 / 18)] for _ in moved])
     data = explain.group_data(seen, grpo.tiny_tokenizer(), config)
     for width in 1200, 400:
