@@ -2,12 +2,10 @@
 
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags. Without any, the tiny model after its cold start answers a question, and some answers forget the
-carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer (--all:
-each) after one update on this group: log-probs now and when sampled (nats), their ratio, whether it is clipped (cispo:
-capped), the advantage, and the token's loss: policy term + beta * KL. --html group.html writes a page instead: the answers
-as a tree, before and after each of --num_iterations updates (10), what the model says where they part, and how six methods
-push each token at the same log-probs (-∂loss/∂log π of grpo_loss by autograd, without the KL). About 25 s on one core.
+It takes grpo.py's flags. Without any, the tiny model after its cold start answers a question, and some answers forget
+the carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer
+(--all: each) after one update on this group; a token's loss is the policy term + beta * KL. --html writes a page: the
+answers as a tree, before and after each of --num_iterations updates (10), and how six methods push each token.
 """
 
 import argparse
@@ -57,15 +55,13 @@ def forgets_the_carry(rollout):
 
 
 def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
-    """The first step, which chooses question and samples, whose group is wanted; without one, whose rewards differ."""
-    found = []
+    """The first step, which chooses question and samples, with a wanted group of unequal rewards; else 0."""
     for step in range(config.max_steps):
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
-        if grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config).any():
-            found.append(step)
-            if wanted(rollout):
-                return step
-    return found[0] if found else 0
+        advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
+        if advantages.any() and (wanted is None or wanted(rollout)):
+            return step
+    return 0
 
 
 def find_forks(answers, advantages):
@@ -75,31 +71,30 @@ def find_forks(answers, advantages):
         for t, token in enumerate(ids):
             after = pulls.setdefault(tuple(ids[:t]), {})
             after[token] = after.get(token, 0.0) + A
-    forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
-    return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
+    forks = {beginning: after for beginning, after in pulls.items() if len(after) > 1}
+    return dict(sorted(forks.items(), key=lambda fork: -sum(map(abs, fork[1].values()))))
 
 
-def next_token_probs(policy, prompt_ids, beginning, temperature):
-    """What the policy says after a question and a beginning of an answer: (V,)."""
-    ids = torch.cat([prompt_ids, prompt_ids.new_tensor(beginning)]).unsqueeze(0)
-    return (policy(input_ids=ids).logits[0, -1].float() / temperature).softmax(0)
+def next_token_probs(policy, rollout, beginning, config):
+    """What the policy says after the question and the beginning of an answer: (V,)."""
+    ids = torch.cat([rollout.prompt_ids[0][rollout.prompt_mask[0] == 1], rollout.prompt_ids.new_tensor(beginning)])
+    return (policy(input_ids=ids.unsqueeze(0)).logits[0, -1].float() / config.temperature).softmax(0)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
-    """Let train make its updates on one group: what it saw; after 0, 1, ... updates log-probs (G, T), and forks' probs."""
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=None):
+    """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
     config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
     parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
     seen = SimpleNamespace(updates=[], probs=[])
 
     def note_logps(*_):
-        prompt_ids = seen.rollout.prompt_ids[0][seen.rollout.prompt_mask[0] == 1]
         with torch.no_grad():
             seen.updates.append(torch.cat([grpo.rollout_logps(policy, seen.rollout, part, config) for part in parts]))
-            seen.probs.append([next_token_probs(policy, prompt_ids, beginning, config.temperature)
-                               for beginning in seen.forks])
+            seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
         seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
+        seen.mean, seen.std = (x.item() for x in grpo.group_stats(seen.rewards, len(seen.rewards)))
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
         seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
@@ -119,18 +114,16 @@ def loss_options(config):
     """What train passes to grpo_loss besides tensors, with the number that an epsilon_high of None stands for."""
     names = ("beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
              "max_completion_length")
-    high = {"clip": config.epsilon, "sapo": config.epsilon, "cispo": 5.0}[config.policy_loss]
-    options = {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon}
-    return options | {"epsilon_high": high if config.epsilon_high is None else config.epsilon_high}
+    default = 5.0 if config.policy_loss == "cispo" else config.epsilon
+    high = default if config.epsilon_high is None else config.epsilon_high
+    return {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon, "epsilon_high": high}
 
 
 def group_data(seen, tokenizer, config):
     """All numbers of the page, as JSON has them."""
-    lengths = [len(ids) for ids in seen.answers]
-
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
-            return [numbers(row[:n]) for row, n in zip(x, lengths)]
+            return [numbers(row[:len(ids)]) for row, ids in zip(x, seen.answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
     def weights(logps, options):                                        # a positive one pushes the token up
@@ -147,13 +140,12 @@ def group_data(seen, tokenizer, config):
         word = tokenizer.decode([token])                                # parts of a character may have one text
         text[token] = word if word not in text.values() else f"{word}[{token}]"
 
-    mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
     plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
     methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
                for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")}
     return {
         "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
-        "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
+        "rewards": numbers(seen.rewards), "mean": seen.mean, "std": seen.std,
         "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
                      "tokens": [text[token] for token in ids]} for ids in seen.answers],
@@ -193,17 +185,15 @@ def main(argv):
     own, options, config = parse(argv)
     config = config if own.html else replace(config, num_iterations=1)  # the table shows the first update
     policy, tokenizer, dataset, reward_funcs = load(options, config)
-    wanted = forgets_the_carry if options.model == "tiny" else lambda rollout: True
+    wanted = forgets_the_carry if options.model == "tiny" else None
     seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted)
     if own.html:
         return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
-    rewards = seen.rewards
-    print(f"{len(rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
-    best, worst = rewards.nan_to_num(-torch.inf).argmax(), rewards.nan_to_num(torch.inf).argmin()
-    for i in range(len(rewards)) if own.all else (int(best), int(worst)):
+    print(f"{len(seen.rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
+    by_reward = seen.rewards.nan_to_num(-torch.inf).argsort(descending=True, stable=True).tolist()
+    for i in by_reward if own.all else (by_reward[0], by_reward[-1]):
         show(seen, i, tokenizer, config)
-    mean, std = grpo.group_stats(rewards, len(rewards))
-    print(f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}")
+    print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, mean {seen.mean:.4f}, std {seen.std:.4f}")
 
 
 if __name__ == "__main__":

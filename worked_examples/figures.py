@@ -449,13 +449,12 @@ def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
     """The probabilities of the best and the worst word at the first fork, before and after each step of the demo."""
     beginning, pulls = next(iter(seen.forks.items()))
     words = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]
-    prompt_ids = seen.rollout.prompt_ids[0][seen.rollout.prompt_mask[0] == 1]
     demo, _ = grpo.parse_options(["--model", "tiny"])
     probabilities = []
 
     def note():
         with torch.no_grad():
-            probs = explain.next_token_probs(policy, prompt_ids, beginning, demo.temperature)
+            probs = explain.next_token_probs(policy, seen.rollout, beginning, demo)
         probabilities.append([float(f"{p:.7g}") for p in probs[words].tolist()])
 
     note()

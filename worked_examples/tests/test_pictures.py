@@ -283,11 +283,12 @@ def test_the_page_of_another_model_stays_usable_in_a_browser(browser, tmp_path):
     rewards, mask = torch.tensor([0.9, 0.1, 0.25, 1.5, -0.5, 0.0, 1.5, 0.3]), torch.ones(G, T, dtype=torch.long)
     config = grpo.GRPOConfig(max_completion_length=T, generation_batch_size=G)
     advantages = grpo.broadcast_advantages(grpo.group_advantages(rewards, G), mask)
-    moved = [old + 0.02 * u * advantages * (torch.arange(T) >= stem) for u in range(11)]
+    moved = [old + 0.04 * u * advantages * (1 - old.exp()) * (torch.arange(T) >= stem) for u in range(11)]
     forks = explain.find_forks(ids.tolist(), advantages[:, 0].tolist())
     seen = SimpleNamespace(
         rollout=SimpleNamespace(prompt_ids=torch.full((G, 3), 5), entropies=torch.zeros(G, T)), answers=ids.tolist(),
-        updates=moved, advantages=advantages, mask=mask, rewards=rewards, parts={"f": rewards}, forks=forks,
+        updates=moved, advantages=advantages, mask=mask, rewards=rewards,
+        mean=rewards.mean().item(), std=rewards.std().item(), parts={"f": rewards}, forks=forks,
         probs=[[torch.full((18,), 1 / 18)] for _ in moved])
     data = explain.group_data(seen, grpo.tiny_tokenizer(), config)
     for width in 1200, 400:
