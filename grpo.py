@@ -215,7 +215,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; GSPO: (B, 1).
     """
     mask = completion_mask != 0
-    assert old_logps.shape == mask.shape == logps.shape, f"old_logps, completion_mask: allowed is {logps.shape}"
+    assert old_logps.shape == mask.shape == logps.shape, f"old_logps, completion_mask: allowed: {logps.shape}"
     log_ratio = torch.where(mask, logps - old_logps, 0)                                   # (B, T)
     if importance_sampling_level == "token":
         return log_ratio.exp()                                                            # (B, T)
