@@ -113,7 +113,7 @@ def method_in_one_picture(theme):
     left, right = figure.add_axes((0.01, 0, 0.66, 1)), figure.add_axes((0.755, 0.165, 0.225, 0.65))
     left.set(xlim=(0, 100), ylim=(12.5, 0))
     left.axis("off")
-    bold = dict(weight="bold", size=11.5, color=theme.ink)
+    bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
     number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
     left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
     answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
@@ -139,15 +139,15 @@ def method_in_one_picture(theme):
     left.text(0, 11.6, meaning, size=8.3, va="center", color=theme.ink)
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
-    for k, (colour, y) in enumerate(((theme.blue, 84), (theme.orange, 16))):
+    for k, (colour, y, verdict) in enumerate(((theme.blue, 84, "right"), (theme.orange, 16, "wrong"))):
         first, last = probabilities[0][k], probabilities[-1][k]
         right.plot(probabilities[:, k], color=colour, lw=2.5)
-        right.text(0.97 * steps, y, f"{run['words'][k]}:  {first:.0f}% → {last:.{int(last < 1)}f}%", color=colour,
-                   ha="right", va="center", size=11)
+        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{int(last < 1)}f}%", color=colour,
+                   ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
               xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
-    figure.text(0.712, 0.944, "3  Repeat: probability moves", va="center", **bold | {"size": 10.5})
-    figure.text(0.712, 0.865, f"next token after {''.join(prefix[1:])}", size=9, va="center", color=theme.grey)
+    figure.text(0.705, 0.944, "3  Repeat: probability moves", **bold | {"size": 10.5})
+    figure.text(0.705, 0.865, f"next token after {''.join(prefix[1:])}", size=9, va="center", color=theme.grey)
     return figure
 
 
