@@ -49,9 +49,9 @@ def load(options, config):
 
 
 def forgets_the_carry(rollout):
-    """Whether the tiny model's group has the right answer, and the one without the carry, which is shorter."""
+    """Whether the tiny model's group has three right answers, and three without the carry, which are shorter."""
     right, wrong = (grpo.teacher_trace(rollout.rows[0]["prompt"], forgets).removesuffix("<eos>") for forgets in (0, 1))
-    return {right, wrong} <= set(rollout.completions) and len(right) > len(wrong)
+    return min(map(rollout.completions.count, (right, wrong))) >= 3 and len(right) > len(wrong)
 
 
 def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):

@@ -142,7 +142,7 @@ def method_in_one_picture(theme):
     for k, (colour, y, verdict) in enumerate(((theme.blue, 84, "right"), (theme.orange, 16, "wrong"))):
         first, last = probabilities[0][k], probabilities[-1][k]
         right.plot(probabilities[:, k], color=colour, lw=2.5)
-        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{int(last < 1)}f}%", color=colour,
+        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{int(not 1 < last < 99)}f}%", color=colour,
                    ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
               xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
