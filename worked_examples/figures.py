@@ -4,9 +4,9 @@
     python worked_examples/figures.py run           run the demo first, and write anew what depends on its numbers
     python worked_examples/figures.py checks trl    write the table of a library (or verl) on check_your_trainer.md
 
-`run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the page
-of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the table on
-06_which_groups_teach.md. (Another processor adds in another order, and its figures differ a little.)
+`run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
+page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
+table on 06_which_groups_teach.md. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import copy
@@ -63,7 +63,8 @@ def use(theme):
 def save(figure, name):
     figure.savefig(PICTURES / name, dpi=200, metadata={"Software": None})
     plt.close(figure)
-    Image.open(PICTURES / name).convert("RGB").quantize(200, dither=Image.Dither.NONE).save(PICTURES / name, optimize=True)
+    few_colours = Image.open(PICTURES / name).convert("RGB").quantize(200, dither=Image.Dither.NONE)
+    few_colours.save(PICTURES / name, optimize=True)
 
 
 def draw_all():
@@ -117,13 +118,13 @@ def method_in_one_picture(theme):
     number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
     left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
     answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
-    best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared_beginning(answers[i], answers)))
+    shared = [shared_beginning(tokens, answers) for tokens in answers]
+    best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared[i]))
     mono = dict(family="monospace", size=10.5, va="center")
     for row, i in enumerate(best_first):
         y, A = 2.2 + 0.95 * row, data["advantages"][i]
         colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
-        shared = shared_beginning(answers[i], answers)
-        before, here, after = answers[i][:shared], answers[i][shared], answers[i][shared + 1:]
+        before, here, after = answers[i][:shared[i]], answers[i][shared[i]], answers[i][shared[i] + 1:]
         x, width = 0.0, 1.6                                             # of a character, in hundredths of the panel
         for text, style in (("".join(before), dict(color=theme.grey)), (here, dict(color=theme.paper, weight="bold")),
                             ("".join(after), dict(color=colour))):
@@ -142,8 +143,9 @@ def method_in_one_picture(theme):
     for k, (colour, y, verdict) in enumerate(((theme.blue, 84, "right"), (theme.orange, 16, "wrong"))):
         first, last = probabilities[0][k], probabilities[-1][k]
         right.plot(probabilities[:, k], color=colour, lw=2.5)
-        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{int(not 1 < last < 99)}f}%", color=colour,
-                   ha="right", va="center", size=9.5)
+        digits = int(not 1 < last < 99)
+        text = f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{digits}f}%"
+        right.text(0.98 * steps, y, text, color=colour, ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
               xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
     figure.text(0.705, 0.944, "3  Repeat: probability moves", **bold | {"size": 10.5})
@@ -158,8 +160,8 @@ def learning_curves(theme):
     right = runs["rewards/accuracy_reward/mean"].reshape(-1, steps)     # a row for each seed
     entropy, silent = (runs[name].reshape(-1, steps) for name in ("entropy", "frac_reward_zero_std"))
     figure, panels = plt.subplots(1, 3, figsize=(9.4, 2.9))
-    titles = (f"{100 * right[:, 0].mean():.0f}% right → {100 * right[:, -10:].mean():.0f}%;", "while it switches, entropy peaks",
-              "and silent groups dip")
+    titles = (f"{100 * right[:, 0].mean():.0f}% right → {100 * right[:, -10:].mean():.0f}%;",
+              "while it switches, entropy peaks", "and silent groups dip")
     labels = ("share of a step's answers", "nats per token", "groups with equal rewards")
     for axis, values, title, label, colour in zip(
             panels, (right, entropy, silent), titles, labels, (theme.blue, theme.ink, theme.orange)):
@@ -207,7 +209,7 @@ def one_page(theme):
 
 
 def loss_and_learning(theme):
-    """Page 2: the loss is 0 at each new sample while the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
+    """Page 2: the loss is 0 at each new sample, the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -373,7 +375,8 @@ def which_groups_teach(theme):
     for label, (values, colour) in curves.items():
         right.plot(run["step"], values, color=colour, lw=0.8, alpha=0.3)
         right.plot(run["step"][5:-4], numpy.convolve(values, numpy.ones(10) / 10, "valid"), color=colour, lw=2.2)
-    label_ends(right, run["step"][-1], [(values[-10:].mean(), label, colour) for label, (values, colour) in curves.items()])
+    ends = [(values[-10:].mean(), label, colour) for label, (values, colour) in curves.items()]
+    label_ends(right, run["step"][-1], ends)
     right.set_title("Silent groups dip while it learns")
     return figure
 
@@ -391,7 +394,8 @@ def collapse(theme):
         for values, colour in lines.values():
             axis.plot(run["step"], values, color=colour, lw=1.6)
         axis.set(xlabel="step", xlim=(0, run["step"][-1]))
-        label_ends(axis, run["step"][-1], [(values[-5:].mean(), label, colour) for label, (values, colour) in lines.items()])
+        ends = [(values[-5:].mean(), label, colour) for label, (values, colour) in lines.items()]
+        label_ends(axis, run["step"][-1], ends)
     axes[0].set_title("Too fast: no answer is right")
     axes[1].set_title("Entropy shows it, the loss does not")
     return figure
@@ -399,7 +403,8 @@ def collapse(theme):
 
 DRAWINGS = {"grpo": method_in_one_picture, "curve": learning_curves, "one_page": one_page,
             "loss_and_learning": loss_and_learning, "clipping": clipping, "kl_estimators": kl_estimators,
-            "length_bias": length_bias, "variants": variants, "which_groups_teach": which_groups_teach, "collapse": collapse}
+            "length_bias": length_bias, "variants": variants, "which_groups_teach": which_groups_teach,
+            "collapse": collapse}
 
 
 # The runs -------------------------------------------------------------------------------------------------------------

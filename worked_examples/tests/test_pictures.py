@@ -53,7 +53,7 @@ def small_data():
 
 
 def net_pushes(data, name, u):
-    """The contract's arithmetic on lists: for a beginning and a token W, and W - π·ΣW of all tokens after the beginning."""
+    """The contract's arithmetic on lists: of a beginning and a token W, and W - π·ΣW of all tokens after it."""
     W, probability = {}, {}
     for answer, weights, logps in zip(data["answers"], data["methods"][name]["weights"][u], data["updates"][u]):
         for t, token in enumerate(answer["tokens"]):
@@ -149,9 +149,9 @@ def test_tokens_with_one_text_stay_apart_on_the_page():
 def test_explain_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monkeypatch):
     model, _, tokenizer, _ = small_group()
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in grpo.tiny_problems(0)[0][:6]))
-    (tmp_path / "mine.py").write_text("import re\ndef digits(completions, **k):\n    return [len(c) % 3 for c in completions]")
+    (tmp_path / "mine.py").write_text("def digits(completions, **k):\n    return [len(c) % 3 for c in completions]")
     monkeypatch.setattr(grpo, "load_model", lambda name: (model, tokenizer))
-    flags = ["--model", "any", "--dataset", str(tmp_path / "sums.jsonl"), "--reward_funcs", f"{tmp_path}/mine.py:digits",
+    flags = ["--model", "any", "--dataset", f"{tmp_path}/sums.jsonl", "--reward_funcs", f"{tmp_path}/mine.py:digits",
              "--max_completion_length", "8", "--num_generations", "4", "--generation_batch_size", "4", "--beta", "0.1"]
     assert [explain.parse(argv.split())[2].learning_rate for argv in ("", "--learning_rate 1")] == [3e-5, 1]
     traces = [grpo.teacher_trace("76+24=", forgets).removesuffix("<eos>") for forgets in (0, 1)]
@@ -219,7 +219,8 @@ def test_the_page_shows_updates_methods_and_both_views_in_a_browser(browser, tmp
             assert push == pytest.approx(expected[key][view == "logit"], abs=1e-9)
             assert number(label.split()[-1]) == pytest.approx(1000 * push, abs=0.051)
             place, token = key
-            who = [i for i, answer in enumerate(data["answers"]) if answer["tokens"][:len(place) + 1] == [*place, token]]
+            path = [*place, token]
+            who = [i for i, answer in enumerate(data["answers"]) if answer["tokens"][:len(path)] == path]
             clipped = name in ("grpo", "dapo", "dr_grpo", "gspo") and all(
                 method["weights"][u][i][len(place)] == 0 and data["advantages"][i] for i in who)
             assert hatched == clipped == ("clipped" in label) and (rises or push <= 0)
@@ -241,7 +242,8 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_pa
     find("summary")[0].click()
     for cell in find(".cell")[::3]:
         cell.click()
-        assert [chosen.id for chosen in find(".cell[aria-pressed=true]")] == [cell.id] and cell.get_attribute("tabindex") == "0"
+        assert [chosen.id for chosen in find(".cell[aria-pressed=true]")] == [cell.id]
+        assert [chosen.id for chosen in find(".cell[tabindex='0']")] == [cell.id]
         W, π, everything, push = map(number, re.search(r"= (\S+) − (\S+) · \((\S+)\) = (\S+) on its logit",
                                                        find("#sum")[0].text).groups())
         rounding = 0.05 + 0.05 * π + 0.05 + 5e-5 * abs(everything)      # one decimal each, and four of π
@@ -254,6 +256,15 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_pa
             assert 1000 * factor * A / N == pytest.approx(weight, abs=0.05 + 0.05 * (abs(A) + abs(factor)) / N + 1e-9)
         else:
             assert "clipped" in lines[1]
+    for name in ("gspo", "cispo", "grpo"):                              # the ratio, of the answer with gspo
+        find(f"[name=method][value={name}]")[0].click()
+        for cell in find(".cell")[::4]:
+            cell.click()
+            i, t = browser.execute_script("return [now.who[0], now.t]")
+            moved = [new - old for new, old in zip(data["updates"][4][i], data["old_logps"][i])]
+            log_ratio = statistics.mean(moved) if name == "gspo" else moved[t]
+            shown = number(find("#why")[0].text.split("\n")[0].split()[-1])
+            assert shown == pytest.approx(math.exp(log_ratio), abs=6e-5)
     active = lambda: browser.execute_script("return nodes.filter(node => node.cell.button === document.activeElement)"
                                             ".map(node => [rows.indexOf(node.row), node.t])")[0]
     find(".cell")[0].click()
@@ -318,7 +329,8 @@ def test_each_picture_is_drawn_by_figures_for_a_light_and_a_dark_page(tmp_path, 
 
 def test_a_run_rewrites_the_output_in_readme_and_the_table(tmp_path, monkeypatch):
     printed = "before GRPO:\n  1+1=2\nafter GRPO:\nheld-out accuracy: 0.10 -> 0.20 (greedy, 500 problems)\n"
-    (tmp_path / "README.md").write_text("<details>\n```\nbefore GRPO:\n  old\nheld-out accuracy: 0 -> 1\n```\n</details>\n")
+    readme = "<details>\n```\nbefore GRPO:\n  old\nheld-out accuracy: 0 -> 1\n```\n</details>\n"
+    (tmp_path / "README.md").write_text(readme)
     (tmp_path / "examples").mkdir()
     rows = "".join(f"| `{name}` | 0 | 0 | 0 |\n" for name in figures.METRICS[1:])
     (tmp_path / "examples/06_which_groups_teach.md").write_text(rows)
