@@ -6,7 +6,7 @@
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
 page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
-table on 06_which_groups_teach.md. (Another processor adds in another order, and its figures differ a little.)
+table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import copy
@@ -154,7 +154,7 @@ def method_in_one_picture(theme):
 
 
 def learning_curves(theme):
-    """README: the demo with ten seeds."""
+    """Reading a run: the demo with ten seeds."""
     runs = csv("tiny_seeds.csv")
     steps = int(runs["step"].max())
     right = runs["rewards/accuracy_reward/mean"].reshape(-1, steps)     # a row for each seed
@@ -382,7 +382,7 @@ def which_groups_teach(theme):
 
 
 def collapse(theme):
-    """Page 6: the run of collapsed_run.csv."""
+    """Reading a run: collapsed_run.csv."""
     run = csv("collapsed_run.csv")
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
     curves = ({"right answers": (run["rewards/accuracy_reward/mean"], theme.blue),
@@ -477,13 +477,13 @@ def rewrite(page, pattern, text):
 
 
 def pages(printed):
-    """The demo's output in README, and the table of page 6."""
+    """The demo's output in README, and the table of reading_a_run.md."""
     demo = r"^before GRPO.*?^held-out accuracy[^\n]*\n"
     rewrite(HERE.parent / "README.md", demo, re.search(demo, printed, re.M | re.S)[0])
     tiny, collapsed = csv("tiny_run.csv"), csv("collapsed_run.csv")
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(HERE / "06_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(HERE / "reading_a_run.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):

@@ -333,11 +333,11 @@ def test_a_run_rewrites_the_output_in_readme_and_the_table(tmp_path, monkeypatch
     (tmp_path / "README.md").write_text(readme)
     (tmp_path / "examples").mkdir()
     rows = "".join(f"| `{name}` | 0 | 0 | 0 |\n" for name in figures.METRICS[1:])
-    (tmp_path / "examples/06_which_groups_teach.md").write_text(rows)
+    (tmp_path / "examples/reading_a_run.md").write_text(rows)
     monkeypatch.setattr(figures, "HERE", tmp_path / "examples")
     figures.pages("metrics are elsewhere\n" + printed)
     assert (tmp_path / "README.md").read_text() == f"<details>\n```\n{printed}```\n</details>\n"
-    table = (tmp_path / "examples/06_which_groups_teach.md").read_text()
+    table = (tmp_path / "examples/reading_a_run.md").read_text()
     expected = figures.csv("tiny_run.csv")["rewards/accuracy_reward/mean"][-10:].mean()
     assert float(re.search(r"accuracy_reward/mean` \| \S+ \| (\S+) \|", table)[1]) == pytest.approx(expected, abs=6e-4)
 
