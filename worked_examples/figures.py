@@ -483,7 +483,7 @@ def pages(printed):
     tiny, collapsed = csv("tiny_run.csv"), csv("collapsed_run.csv")
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(HERE / "reading_a_run.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(HERE / "reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):

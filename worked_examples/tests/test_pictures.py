@@ -332,14 +332,14 @@ def test_a_run_rewrites_the_output_in_readme_and_the_table(tmp_path, monkeypatch
     readme = "<details>\n```\nbefore GRPO:\n  old\nheld-out accuracy: 0 -> 1\n```\n</details>\n"
     (tmp_path / "README.md").write_text(readme)
     (tmp_path / "examples").mkdir()
-    rows = "".join(f"| `{name}` | 0 | 0 | 0 |\n" for name in figures.METRICS[1:])
+    rows = "".join(f"| `{name}` | what it is |\n| `{name}` | -0 | 0 | 0 |\n" for name in figures.METRICS[1:])
     (tmp_path / "examples/reading_a_run.md").write_text(rows)
     monkeypatch.setattr(figures, "HERE", tmp_path / "examples")
     figures.pages("metrics are elsewhere\n" + printed)
     assert (tmp_path / "README.md").read_text() == f"<details>\n```\n{printed}```\n</details>\n"
     table = (tmp_path / "examples/reading_a_run.md").read_text()
     expected = figures.csv("tiny_run.csv")["rewards/accuracy_reward/mean"][-10:].mean()
-    assert float(re.search(r"accuracy_reward/mean` \| \S+ \| (\S+) \|", table)[1]) == pytest.approx(expected, abs=6e-4)
+    assert float(re.search(r"accuracy_reward/mean` \| [\d.]+ \| (\S+) \|", table)[1]) == pytest.approx(expected, abs=6e-4)
 
 
 def test_the_committed_page_is_the_template_with_data_of_the_contract():
