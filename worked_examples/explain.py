@@ -2,10 +2,9 @@
 
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags. Without any, the tiny model after its cold start answers a question, and some answers forget
+It takes grpo.py's flags. Without any, the tiny model answers a question after its cold start, and some answers forget
 the carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer
-(--all: each) after one update on this group; a token's loss is the policy term + beta * KL. --html writes a page: the
-answers as a tree, before and after each of --num_iterations updates (10), and how six methods push each token.
+(--all: each) after one update on this group; --html the whole group as a tree, before and after each of ten updates.
 """
 
 import argparse
@@ -36,32 +35,33 @@ def parse(argv):
 
 def load(options, config):
     """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them."""
-    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.model != "tiny":
-        policy, tokenizer = grpo.load_model(options.model)
-        return policy.to(device), tokenizer, grpo.load_dataset(options.dataset), reward_funcs
-    torch.set_num_threads(1)                                            # for so small a model, more would wait
-    tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
-    policy = grpo.tiny_model(tokenizer, config.seed).to(device)
-    grpo.cold_start(policy, tokenizer, dataset, config.seed)
-    return policy, tokenizer, dataset, reward_funcs
+    if options.model == "tiny":
+        torch.set_num_threads(1)                                        # for so small a model, more would wait
+        tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
+        policy = grpo.tiny_model(tokenizer, config.seed)
+        grpo.cold_start(policy, tokenizer, dataset, config.seed)
+    else:
+        dataset, (policy, tokenizer) = grpo.load_dataset(options.dataset), grpo.load_model(options.model)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
 
 
 def forgets_the_carry(rollout):
-    """Whether the tiny model's group has three right answers, and three without the carry, which are shorter."""
+    """How many right answers the tiny model's group has, or, if fewer, shorter ones without the carry."""
     right, wrong = (grpo.teacher_trace(rollout.rows[0]["prompt"], forgets).removesuffix("<eos>") for forgets in (0, 1))
-    return min(map(rollout.completions.count, (right, wrong))) >= 3 and len(right) > len(wrong)
+    return min(map(rollout.completions.count, (right, wrong))) if len(right) > len(wrong) else 0
 
 
-def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
-    """The first step, which chooses question and samples, with a wanted group of unequal rewards; else 0."""
+def find_step(policy, tokenizer, dataset, reward_funcs, config, score):
+    """The step, which chooses question and samples: unequal rewards, the highest score (3 is enough)."""
+    scores = {}
     for step in range(config.max_steps):
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        if advantages.any() and (wanted is None or wanted(rollout)):
-            return step
-    return 0
+        scores[step] = 1 + score(rollout) if advantages.any() else 0
+        if scores[step] > 3:
+            break
+    return max(scores, key=scores.get)                                  # the first of the best
 
 
 def find_forks(answers, advantages):
@@ -81,7 +81,7 @@ def next_token_probs(policy, rollout, beginning, config):
     return (policy(input_ids=ids.unsqueeze(0)).logits[0, -1].float() / config.temperature).softmax(0)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=None):
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, score=lambda rollout: 3):
     """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
     config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
     parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
@@ -104,7 +104,7 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted
         return seen.advantages
 
     state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, score)
     state.optimizer.register_step_post_hook(note_logps)
     next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
     return seen
@@ -185,8 +185,8 @@ def main(argv):
     own, options, config = parse(argv)
     config = config if own.html else replace(config, num_iterations=1)  # the table shows the first update
     policy, tokenizer, dataset, reward_funcs = load(options, config)
-    wanted = forgets_the_carry if options.model == "tiny" else None
-    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    score = {"score": forgets_the_carry} if options.model == "tiny" else {}
+    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, **score)
     if own.html:
         return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
     print(f"{len(seen.rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")

@@ -155,9 +155,9 @@ def test_explain_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, 
              "--max_completion_length", "8", "--num_generations", "4", "--generation_batch_size", "4", "--beta", "0.1"]
     assert [explain.parse(argv.split())[2].learning_rate for argv in ("", "--learning_rate 1")] == [3e-5, 1]
     traces = [grpo.teacher_trace("76+24=", forgets).removesuffix("<eos>") for forgets in (0, 1)]
-    for completions in (3 * traces, 2 * traces + traces[:1], 6 * traces[:1]):
+    for completions, score in (3 * traces, 3), (2 * traces + traces[:1], 2), (6 * traces[:1], 0):
         group = SimpleNamespace(rows=[{"prompt": "76+24="}], completions=completions)
-        assert explain.forgets_the_carry(group) == (completions == 3 * traces)
+        assert explain.forgets_the_carry(group) == score
     explain.main(["--all", *flags])
     explain.main(["--html", str(tmp_path / "group.html"), *flags])
     printed = capsys.readouterr().out
