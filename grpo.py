@@ -916,7 +916,7 @@ def parse_options(argv):
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
-    options, _ = parser.parse_known_args(argv)                          # model and preset give the defaults
+    options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
     return parser.parse_args_into_dataclasses(argv)
 

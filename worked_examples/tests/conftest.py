@@ -21,11 +21,12 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     made = {kind: support.make_model(kind) for kind in ("GPT2", "Llama", "Qwen2", "Mamba")}
     made |= {"judge": support.make_model("Llama", "AutoModelForSequenceClassification"),
-             "half": support.make_model("Llama").bfloat16()}
+             "half": support.make_model("Llama").bfloat16(), "bare": support.make_model("Llama")}
     for name, model in made.items():
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
         support.chat_tokenizer().save_pretrained(root / name)
+    support.chat_tokenizer(pad_token=None, eos_token=None).save_pretrained(root / "bare")
     return root
 
 

@@ -39,9 +39,11 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
     return model
 
 
-def chat_tokenizer():
+def chat_tokenizer(**changes):
     """The tiny task's tokenizer, with a chat template."""
     tokenizer = grpo.tiny_tokenizer()
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
     tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
                                "{% if add_generation_prompt %}={% endif %}")
     return tokenizer

@@ -25,8 +25,9 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from support import (SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two, lines_of,
+from support import (ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two, lines_of,
                      make_model, passes_of, python, resume, steps_of, weights_of)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 
@@ -334,20 +335,18 @@ def test_a_policy_with_gradient_checkpointing_is_refused():
         next(steps_of(model))
 
 
-def test_an_update_makes_five_tensors_of_the_logits_size():
+def test_a_score_and_its_gradient_make_four_tensors_of_the_logits_size():
     """What bounds memory: log_softmax and gather, forward and backward."""
-    logits, shapes = torch.zeros(2, 3, 5, requires_grad=True), []
+    logits, made = torch.zeros(2, 3, 5, requires_grad=True), []
 
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **kwargs or {})
-            shapes.append(function.__name__ if getattr(result, "shape", None) == logits.shape else None)
-            return result
+            made.append(function(*args, **kwargs or {}))
+            return made[-1]
 
-    with Count():
+    with Watch():
         grpo.selective_log_softmax(logits, torch.zeros(2, 3).long()).sum().backward()
-    print(shapes)
-    assert sum(name is not None for name in shapes) <= 5
+    assert len({x.data_ptr() for x in made if isinstance(x, torch.Tensor) and x.shape == logits.shape}) <= 4
 
 
 @pytest.mark.parametrize("where", ["the loss", "its gradient alone"])
@@ -427,11 +426,11 @@ def test_what_a_reward_function_changes_is_its_own():
     assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0][1]]
 
 
-@pytest.mark.parametrize("function", [functools.partial(by_row), mock.Mock(wraps=by_row, spec=by_row.__call__)])
+@pytest.mark.parametrize("function", [functools.partial(by_row), mock.Mock(side_effect=by_row, spec=[])], ids=repr)
 def test_any_callable_is_a_reward_function(function):
     """A functools.partial or an object has no __name__; its metric has the name of its class."""
     (_, _, metrics), = steps_of(make_model("Llama"), [function])
-    assert metrics[f"rewards/{type(function).__name__}/mean"] == metrics["reward"] == 0.875
+    assert metrics[f"rewards/{type(function).__name__}/mean"] == metrics["reward"] == 1.0
 
 
 def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
@@ -469,3 +468,286 @@ def test_no_reward_is_nan():
     rewards = grpo.compute_rewards([lambda **_: [None] * 8, lambda **_: (None, True, *torch.arange(6))], rollout)
     assert rewards.isnan().tolist() == [[True, True]] + [[True, False]] * 7
     assert rewards[1:, 1].tolist() == [1, 0, 1, 2, 3, 4, 5] and rewards.dtype == torch.float32
+
+
+# Command line and files -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind, prompts", [("GPT2", "text"), ("half", "chat"), ("Qwen2", "chat")])
+def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
+    """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
+    loaders = [mock.patch.object(auto, "from_pretrained", wraps=auto.from_pretrained)
+               for auto in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)]
+    with loaders[0] as load_tokenizer, loaders[1] as load_model:
+        done = cli(*command(data, model=data / "models" / kind, dataset=data / f"{prompts}.jsonl", beta=0.1,
+                            reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
+    assert done.code == 0 and done.out.splitlines()[-1] == f"metrics.jsonl and checkpoint are in {data}/out"
+    assert [load.call_args.kwargs["trust_remote_code"] for load in (load_tokenizer, load_model)] == [False, False]
+    lines = lines_of(data / "out")
+    assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
+    assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
+    assert transformers.AutoTokenizer.from_pretrained(data / "out/checkpoint").decode([2, 5, 3]) == "<think>1</think>"
+
+
+def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
+    """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over presets."""
+    def begin(model, tokenizer, problems, seed):
+        assert seed == 3 and problems == grpo.tiny_problems(3)[0]
+        assert all(map(torch.equal, model.parameters(), grpo.tiny_model(tokenizer, 3).parameters()))
+        cold_start(model, tokenizer, problems, seed, steps=3)
+
+    cold_start = grpo.cold_start
+    monkeypatch.setattr(grpo, "cold_start", begin)
+    flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
+    done = cli(*flags, "--output_dir", tmp_path / "out")
+    assert done.code == 0 and len(lines_of(tmp_path / "out")) == 2
+    samples = [r"  \d\d\+\d\d=.*   (right|wrong, it is \d+)"] * 4
+    form = ["before GRPO:", *samples, r"metrics\.jsonl and checkpoint are in \S+", "after GRPO:", *samples,
+            r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
+    readme = re.search(r"^before GRPO:\n.*?^held-out[^\n]*\n", (ROOT / "README.md").read_text(), re.S | re.M)[0]
+    for text in (done.out, readme):
+        assert re.fullmatch("\n".join(form) + "\n", text), text
+    preset = grpo.PRESETS["deepseekmath"] | grpo.TINY                   # flags win over sizes, and sizes over presets
+    config = grpo.GRPOConfig(**preset | dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5))
+    assert grpo.parse_options(flags)[0] == config
+    assert grpo.TINY | dict(num_iterations=2, max_steps=60) == grpo.TINY and "warmup_steps" not in grpo.TINY
+
+
+def test_problems_and_teacher():
+    """The held-out problems are not those to train on; the teacher's answers are right, or forget the carry alone."""
+    train, held_out = grpo.tiny_problems(3)
+    assert len(held_out) == 500 and len({p["prompt"] for p in train + held_out}) == len(train) + 500 > 6000
+    assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
+    assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
+    right = [grpo.teacher_trace(p["prompt"], False).removesuffix("<eos>") for p in held_out]
+    assert grpo.accuracy_reward(right, [p["solution"] for p in held_out]) == [1.0] * 500
+
+
+def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
+    """A run claims its folder when it starts: one that is full, or in which another run takes its first step, is refused."""
+    monkeypatch.chdir(data)
+    for name in ("grpo-output", "grpo-output-2", "grpo-output-3"):
+        assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
+    before, done = files_of(data), cli(*command(data, output_dir="grpo-output"))
+    assert done.code == 2 and "output_dir: got" in done.err and before == files_of(data)
+    second = command(data, reward_funcs="think_format", max_steps=3)
+    (data / "plan1.py").write_text(f"import grpo\nassert grpo.main({second}) == 2")
+    assert cli(*command(data)).code == 0 and len(lines_of(data / "out")) == 2
+    done = cli(*command(data, max_steps=1, learning_rate=1, weight_decay=1e39, output_dir=data / "far"))    # overflows
+    assert done.code == 1 and "after step 1 are not finite" in done.err and not (data / "far/checkpoint").exists()
+
+
+LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
+FULL = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (%d, {LIMIT[1]}))"    # the longest file, in bytes
+ENDS = {  # what happens in the third call of the reward function, the exit code, what is said, some options
+    "Ctrl-C": ("raise KeyboardInterrupt", 130, "", dict(num_iterations=2, beta=0.1, lr_scheduler_type="cosine")),
+    "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", dict(
+        warmup_steps=3, beta=0.1, sync_ref_model=True, ref_model_sync_steps=3)),
+    "a wrong reward": ("answer = [0.5]", 2, "^grpo.py: error: reward function length: got .0.5.; allowed is 8 ", {}),
+    "a loss": ("answer = [3e38, -3e38] * 4", 1, "FloatingPointError: step 3: the loss", dict(num_iterations=2)),
+    "before a silent step": ("raise KeyboardInterrupt", 130, "", dict(max_steps=3)),
+    "no room for a line": (FULL % 50, 1, "Traceback.*OSError: .*File too large", dict(save_steps=1)),
+    "no room for weights": (FULL % 20_000, 2, "^grpo.py: error: output_dir: cannot write", dict(save_steps=1))}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_what_ends_a_run_leaves_its_last_whole_step(what, data):
+    """The command that is printed goes on from there, and ends on the bits of the run that nothing stopped."""
+    plan, code, said, options = ENDS[what]
+    run = command(data, **dict(max_steps=5, output_dir=data / "a folder", reward_funcs=f"{data}/rewards.py:length") | options)
+    silent = "answer = [1.0] * 8" if what == "before a silent step" else "pass"
+    (data / "plan3.py").write_text(silent)
+    assert cli(*run, "--output_dir", data / "whole").code == 0
+    (data / "plan3.py").write_text(plan)
+    done, again = cli(*run), [*run, "--resume_from_checkpoint", f"{data}/a folder/checkpoint"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, LIMIT)
+    step = 4 if what == "no room for weights" else 3
+    assert done.code == code and re.search(said, done.err, re.S) and len(lines_of(data / "a folder")) == step - 1, done
+    assert sorted(os.listdir(data / "a folder")) == ["checkpoint", "metrics.jsonl"]
+    printed = re.findall(rf"^stopped in step {step}; to go on: python \S+ (--.*)", done.out, re.M)
+    (data / "plan1.py").write_text(silent)                              # the third step's rewards again
+    assert list(map(shlex.split, printed)) == [again] and cli(*again).code == 0
+    assert_same_run(data / "a folder", data / "whole")
+
+
+@pytest.mark.parametrize("when", ["a step", "an update", "a save", "a second one"])
+def test_ctrl_c_at_any_place_saves_a_whole_step_or_none(when, data, whole, monkeypatch):
+    """Between an update and its metrics the weights belong to no step: what is left is the last of save_steps."""
+    owner, name, number = {"a step": (grpo, "sample_rollout", 3), "an update": (torch.optim.AdamW, "step", 3),
+                           "a save": (torch, "save", 2), "a second one": (torch, "save", 3)}[when]
+    function, calls = getattr(owner, name), []
+
+    @functools.wraps(function)
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        result = function(*args, **kwargs)
+        if len(calls) == number or when == "a second one" and len(calls) == number + 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    assert cli(*command(data, max_steps=5, save_steps=1)).code == 130
+    monkeypatch.setattr(owner, name, function)
+    assert sorted(os.listdir(data / "out")) == ["checkpoint", "metrics.jsonl"]
+    assert torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"] == 2
+    assert resume(data, data / "out").code == 0
+    assert_same_run(data / "out", whole)
+
+
+def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data, whole):
+    """What the user repeats or changes on the command line counts; what the checkpoint holds is data alone."""
+    out = data / "out"
+    assert cli(*command(data, max_steps=3)).code == 0                   # finished: its linear schedule is at 0
+    before = files_of(out)
+    for name in ("copy", "linked"):
+        shutil.copytree(out, data / name)
+    assert resume(data, data / "copy").code == 2                        # --output_dir names the original
+    done = resume(data, out, beta=0.1)
+    assert done.code == 2 and done.err.startswith("grpo.py: error: beta: got 0.1") and files_of(out) == before
+    assert resume(data, data / "copy", output_dir=None, save_steps=1, per_device_train_batch_size=9).code == 0
+    (data / "linked/checkpoint").rename(data / "elsewhere")
+    (data / "linked/checkpoint").symlink_to(data / "elsewhere")
+    assert resume(data, data / "linked", output_dir=None, weight_decay=0.5).code == 0 and (data / "elsewhere").is_dir()
+    assert resume(data, out, output_dir=data / "new", learning_rate=0.02).code == 0 and files_of(out) == before
+    rates = [[line["learning_rate"] for line in lines_of(data / name)] for name in ("copy", "linked", "new")]
+    assert rates[0] == rates[1] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.004, 0.002])
+    assert rates[2] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.008, 0.004])
+    free, decayed = (sum(x.square().sum() for x in weights_of(data / name).values()) for name in ("copy", "linked"))
+    assert decayed / free == pytest.approx((1 - 0.5 * 0.004) ** 2 * (1 - 0.5 * 0.002) ** 2, rel=1e-4)
+    torch.save(print, out / "checkpoint/trainer_state.pt")              # a function, not data
+    assert resume(data, out).code == 2
+
+
+def test_a_checkpoint_is_written_every_save_steps_and_at_the_end(data):
+    """And whatever ends the run; not in other steps."""
+    with mock.patch.object(grpo, "save_checkpoint", side_effect=lambda _1, _2, state, _3: saved.append(state.step)):
+        for steps, save_steps, want in ((5, 2, [2, 4, 5]), (4, 2, [2, 4]), (2, 100, [2])):
+            saved = []
+            assert cli(*command(data, max_steps=steps, save_steps=save_steps, output_dir=data / str(want))).code == 0
+            assert saved == want
+
+
+def test_the_whole_process_group_hears_ctrl_c_and_a_sigterm_kills(data, whole):
+    """The reward function's pool of workers and the run hear one Ctrl-C, as from a terminal."""
+    (data / "plan3.py").write_text("""
+import multiprocessing, threading
+at_work = multiprocessing.get_context("fork").Barrier(3)
+def work(_):
+    at_work.wait()
+    time.sleep(3000)
+def ctrl_c():
+    at_work.wait()
+    os.killpg(0, signal.SIGINT)
+threading.Thread(target=ctrl_c).start()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    pool.map(work, [1, 2])
+""")
+    words = ["env", "OMP_NUM_THREADS=1", sys.executable, grpo.__file__, *command(data, max_steps=5)]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=100, start_new_session=True)
+    assert run.returncode == 130 and "stopped in step 3" in run.stdout, run.stderr
+    (data / "done.py").unlink()
+    (data / "plan3.py").write_text("os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(3000)")
+    again = [*words, "--resume_from_checkpoint", str(data / "out/checkpoint"), "--save_steps", "1"]
+    assert subprocess.run(again, capture_output=True).returncode == -signal.SIGTERM
+    assert torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"] == 4
+    assert resume(data, data / "out").code == 0
+    assert_same_run(data / "out", whole)
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch):
+    """Between any two calls that touch the disk; the run goes on from it to the same end, and nothing else is left."""
+    left = [1000]                                                       # calls that may touch the disk
+
+    def dies(function, *args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise SystemExit
+        return function(*args, **kwargs)
+
+    for owner, name in ((os, "rename"), (shutil, "copy"), (shutil, "rmtree"), (torch, "save")):
+        monkeypatch.setattr(owner, name, functools.partial(dies, getattr(owner, name)))
+    for allowed in range(5, 100):                                       # the first save has five such calls
+        out, left[0] = data / f"out{allowed}", allowed
+        cli(*command(data, max_steps=5, save_steps=1, output_dir=out))
+        steps, left[0] = len(lines_of(out)), 1000
+        assert resume(data, out, output_dir=None, save_steps=1).code == 0
+        assert_same_run(out, whole)
+        assert sorted(os.listdir(out)) == ["checkpoint", "metrics.jsonl"]
+        if steps == 3:                                                  # the second save has been gone through
+            break
+    assert allowed > 8
+
+
+BAD_FILES = [  # what a dataset holds, what the one line must say
+    ("\n\n", "line 1: got an empty"), ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops"), ("[1]\n", "line 1"),
+    ('{"solution": "1"}\n', "line 1"), ('"prompt"', "line 1"), ('{"prompt": "1"}\n', "solution"),
+    ('{"prompt": "\udcff"}\n', "line 1: got "), ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2"),
+    *((f'{{"prompt": "1"}}\n{{"prompt": {prompt}}}\n', "line 2: got ") for prompt in (
+        '""', "null", "1", "[]", '[{"role": "user", "content": "1"}]'))]
+BAD_FLAGS = [  # flag, value, what the one line must say
+    ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("dataset", ".", "directory"),
+    ("model", "tiny", "tiny"), ("model", "./nowhere", "nowhere"), ("beta", nan, "beta: got"), ("beta", "x", "--beta"),
+    ("model", "models/bare", "pad"), ("model", "models/Mamba", "got MambaForCausalLM"), ("temperature", 0, "temperature"),
+    ("reward_funcs", "string.py:broken", "string.py:broken"), ("reward_funcs", "rewards.py:absent", "absent"),
+    ("reward_funcs", "nonsense", "reward_funcs: got nonsense"), ("reward_funcs", "models/judge", "models/judge"),
+    ("reward_funcs", "absent.py:f", "absent.py"), ("reward_funcs", "short.py:broken", "function broken: got"),
+    ("reward_funcs", ["short.py:broken", "twin/short.py:broken"], "twin/short.py:broken; .*unique_name"),
+    ("output_dir", "models", "models"), ("output_dir", "text.jsonl", "text.jsonl"), ("bf16", "maybe", "--bf16"),
+    ("resume_from_checkpoint", "nowhere", "nowhere"), ("resume_from_checkpoint", "models/Llama", "Llama"),
+    ("preset", "ppo", "--preset"), ("loss_type", "bnpo", "--loss_type"), ("no_such_flag", 1, "--no_such_flag"),
+    ("num_gen", 4, "--num_gen"), ("reward_weights", [1, 2, 3], "reward_weights: "), ("seed", -1, "seed: got"),
+    ("reward_weights", 1, "reward_weights: "), ("learning_rate", -1, "learning_rate: got"), ("max_steps", 0, "_steps"),
+    ("max_grad_norm", inf, "max_grad_norm: got"), ("num_generations", 1, "generation_batch_size: got"),
+    ("num_generations", 5, "generation_batch_size: got"), ("max_completion_length", 60, "the model's limit is 5[0-9]")]
+
+
+@pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("dataset", row, said) for row, said in BAD_FILES)], ids=str)
+def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
+    """The line says what is wrong and what is allowed; no file is written or changed."""
+    monkeypatch.chdir(data)
+    (data / "twin").mkdir()
+    for name in ("short.py", "string.py", "twin/short.py"):             # string is a module of Python's, too
+        (data / name).write_text("def broken(completions, **kwargs):\n    return [1.0]\n")
+    if (flag, said) not in [row[::2] for row in BAD_FLAGS]:
+        (data / "bad.jsonl").write_bytes(value.encode(errors="surrogateescape"))
+        value = "bad.jsonl"
+    usual = dict(dataset="chat.jsonl", reward_funcs=["accuracy", "rewards.py:length"])
+    before, done = files_of(data), cli(*command(data, **usual | {flag: value}))
+    errors = [line for line in done.err.splitlines() if line.startswith("grpo.py: error:")]
+    assert done.code == 2 and errors == done.err.splitlines()[-1:] and re.search(said, errors[0]), done
+    assert "Traceback" not in done.err and files_of(data) == before
+
+
+def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
+    """It may import its neighbours, is run once for all functions named, and multiprocessing finds it."""
+    (data / "neighbour.py").write_text("runs = []\n")
+    (data / "short.py").write_text("import neighbour, sys\nneighbour.runs.append(sys.modules[__name__])\n"
+                                   "def f(completions, **_):\n    return [len(neighbour.runs)] * len(completions)\n"
+                                   "def g(completions, **_):\n    return [i % 4 for i in range(len(completions))]\n")
+    assert cli(*command(data, reward_funcs=[f"{data}/short.py:f", f"{data}/short.py:g"])).code == 0
+    assert [line["rewards/f/mean"] for line in lines_of(data / "out")] == [1.0, 1.0]
+    (data / "wrong.py").write_text("\n\nx = 1 / 0\n")
+    done = cli(*command(data, reward_funcs=f"{data}/wrong.py:f", output_dir=data / "other"))
+    assert done.code == 1 and "wrong.py\", line 3" in done.err and not (data / "other").exists()
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
+    """On CUDA, in float32 and bfloat16: the resumed run has the losses and gradients of the whole one."""
+    gpu = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
+    if python("-c", "import sys, torch; sys.exit(not torch.cuda.is_available())", **gpu).returncode:
+        pytest.skip("no GPU")
+    script = ("import sys; sys.path[:0] = ['worked_examples/tests', '.']; import test_training as t\n"
+              "t.assert_sampled_as_scored(t.make_model('Llama').to('cuda'), tolerance=1e-3)")
+    assert python("-c", script, **gpu).returncode == 0
+    for bf16 in (False, True):
+        whole, out = data / f"whole {bf16}", data / f"out {bf16}"
+        run = [grpo.__file__, *command(data, max_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)]
+        assert python(*run, "--output_dir", whole, **gpu).returncode == 0
+        (data / "plan2.py").write_text("raise KeyboardInterrupt")
+        assert python(*run, "--output_dir", out, **gpu).returncode == 130
+        assert python(*run, "--resume_from_checkpoint", out / "checkpoint", **gpu).returncode == 0
+        for a, b in zip(lines_of(out), lines_of(whole), strict=True):
+            assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
+            for name in ("loss", "grad_norm", "kl"):
+                assert a[name] == pytest.approx(b[name], rel=0.1 if bf16 else 1e-3, abs=1e-2 if bf16 else 1e-5), name
