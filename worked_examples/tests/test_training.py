@@ -27,11 +27,13 @@ import torch
 import transformers
 from support import (ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two, lines_of,
                      make_model, passes_of, python, resume, steps_of, weights_of)
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import grpo
 
-nan, inf = math.nan, math.inf
+nan, inf, aten = math.nan, math.inf, torch.ops.aten
 close = torch.testing.assert_close
 
 
@@ -732,10 +734,104 @@ def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
 
 # Devices --------------------------------------------------------------------------------------------------------------
 
+backend_registration._setup_privateuseone_for_python_backend("pretend")
+torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]
+
+
+class There(torch.Tensor):
+    """A tensor whose device is "pretend:0", but whose numbers are a tensor on the CPU, here."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    tolist = lambda self: self.here.tolist()
+
+    @staticmethod
+    def __new__(cls, here):
+        there = cls._make_wrapper_subclass(cls, here.shape, here.stride(), dtype=here.dtype, device="pretend:0")
+        there.here = here
+        return there
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """Compute on the CPU. As on CUDA, tensors of two devices are an error, but for numbers, indices and copies."""
+        kwargs = kwargs or {}
+        mixed = args[:1] + args[2:] if function in (aten.index.Tensor, aten.index_put_.default) else args
+        tensors = [x for x in tree_leaves((mixed, kwargs)) if isinstance(x, torch.Tensor)]
+        there = any(isinstance(x, There) for x in tensors)
+        if function is not aten.copy_.default and any(there != isinstance(x, There) and x.dim() > 0 for x in tensors):
+            raise RuntimeError(f"{function}: tensors on two devices")
+        if kwargs.get("device") is not None:                            # a new tensor, or a copy on another device
+            there = torch.device(kwargs["device"]).type == "pretend"
+            kwargs = kwargs | {"device": "cpu"}
+        result = function(*tree_map_only(There, lambda x: x.here, args), **tree_map_only(There, lambda x: x.here, kwargs))
+        if function._schema.name.endswith("_"):                         # in place
+            return result if result is None else args[0]
+        return tree_map_only(torch.Tensor, There, result) if there else result
+
+
+class Pretend(TorchDispatchMode):
+    """Where tensors are made on, or moved to, the device "pretend"."""
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return There.__torch_dispatch__(function, types, args, kwargs)
+
+
+@pytest.fixture
+def pretend():
+    torch._C._set_only_lift_cpu_tensors(True)
+    with Pretend():
+        yield
+    torch._C._set_only_lift_cpu_tensors(False)
+
+
+def run_on(device, kind, **options):
+    """The metrics of three steps, and of a second run that goes on after the first of them."""
+    def policy_of(weights):
+        policy = make_model(kind).to(device)
+        policy.tie_weights()
+        policy.load_state_dict(weights)
+        return policy
+
+    policy, options = policy_of(make_model(kind).state_dict()), dict(max_steps=3, num_iterations=2) | options
+    steps = steps_of(policy, **options)
+    state, _, first = next(steps)
+    saved = {"step": 1, "optimizer": state.optimizer.state_dict(),
+             "reference": state.reference and state.reference.state_dict()}
+    saved, weights = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.cpu, (saved, dict(policy.state_dict()))))
+    again = policy_of(weights)
+    config = grpo.GRPOConfig(**SMALL | options)
+    second = steps_of(again, train={"state": grpo.initial_state(again, config, saved)}, **options)
+    assert {weight.device.type for weight in (*policy.parameters(), *again.parameters())} == {device}
+    return [metrics | {"step_time": 0} for metrics in (first, *(step[2] for step in (*steps, *second)))]
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("Llama", dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7)),
+    ("GPT2", dict(importance_sampling_level="sequence", loss_type="grpo", per_device_train_batch_size=3)),
+    ("Qwen2", dict(policy_loss="cispo", mask_truncated_completions=True, beta=0.1, per_device_train_batch_size=3)),
+    ("Llama", dict(policy_loss="sapo", scale_rewards="batch", reward_weights=[0.5], loss_type="dr_grpo"))], ids=str)
+def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, options, pretend):
+    """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
+    here, there = (run_on(device, kind, **options) for device in ("cpu", "pretend"))
+    for a, b in zip(here, there, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+def test_the_tiny_job_on_another_device_is_that_on_the_cpu(pretend, capsys):
+    """The cold start and the greedy answers; and the device is not too kind: it refuses a tensor of the CPU."""
+    tokenizer, (problems, held_out), shown = grpo.tiny_tokenizer(), grpo.tiny_problems(0), []
+    for device in ("cpu", "pretend"):
+        model = grpo.tiny_model(tokenizer, 0).to(device)
+        model.tie_weights()
+        grpo.cold_start(model, tokenizer, problems, 0, steps=5)
+        shown.append((grpo.held_out_accuracy(model, tokenizer, held_out[:20]), capsys.readouterr().out))
+    assert shown[0] == shown[1]
+    with pytest.raises(RuntimeError, match="two devices"):
+        model.transformer.wte.weight + torch.ones(64)
+
+
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
     """On CUDA, in float32 and bfloat16: the resumed run has the losses and gradients of the whole one."""
     gpu = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
-    if python("-c", "import sys, torch; sys.exit(not torch.cuda.is_available())", **gpu).returncode:
+    look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if not torch.backends.cuda.is_built() or python("-c", look, **gpu).returncode:
         pytest.skip("no GPU")
     script = ("import sys; sys.path[:0] = ['worked_examples/tests', '.']; import test_training as t\n"
               "t.assert_sampled_as_scored(t.make_model('Llama').to('cuda'), tolerance=1e-3)")
