@@ -337,7 +337,7 @@ def test_a_policy_with_gradient_checkpointing_is_refused():
         next(steps_of(model))
 
 
-def test_a_score_and_its_gradient_make_four_tensors_of_the_logits_size():
+def test_a_score_and_its_gradient_make_five_tensors_of_the_logits_size():
     """What bounds memory: log_softmax and gather, forward and backward."""
     logits, made = torch.zeros(2, 3, 5, requires_grad=True), []
 
@@ -348,7 +348,7 @@ def test_a_score_and_its_gradient_make_four_tensors_of_the_logits_size():
 
     with Watch():
         grpo.selective_log_softmax(logits, torch.zeros(2, 3).long()).sum().backward()
-    assert len({x.data_ptr() for x in made if isinstance(x, torch.Tensor) and x.shape == logits.shape}) <= 4
+    assert len({x.data_ptr() for x in made if isinstance(x, torch.Tensor) and x.shape == logits.shape}) <= 5
 
 
 @pytest.mark.parametrize("where", ["the loss", "its gradient alone"])
