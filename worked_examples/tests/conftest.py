@@ -22,11 +22,11 @@ def models(tmp_path_factory):
     made = {kind: support.make_model(kind) for kind in ("GPT2", "Llama", "Qwen2", "Mamba")}
     made |= {"judge": support.make_model("Llama", "AutoModelForSequenceClassification"),
              "half": support.make_model("Llama").bfloat16(), "bare": support.make_model("Llama")}
+    absent = {"half": {"pad_token": None}, "bare": {"pad_token": None, "eos_token": None}}
     for name, model in made.items():
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
-        support.chat_tokenizer().save_pretrained(root / name)
-    support.chat_tokenizer(pad_token=None, eos_token=None).save_pretrained(root / "bare")
+        support.chat_tokenizer(**absent.get(name, {})).save_pretrained(root / name)
     return root
 
 

@@ -87,23 +87,18 @@ def test_each_token_is_where_its_uniform_number_falls(kind, G):
         high = probabilities.cumsum(-1).gather(1, answer[:, None])[:, 0]
         low, u = high - probabilities.gather(1, answer[:, None])[:, 0], UNIFORMS[i, :len(answer)]
         assert (low - 1e-5 <= u).all() and (u <= high + 1e-5).all()
-    for u, word in ((0.0, 0), (1 - 2**-24, 19)):                        # the ends of the interval: first and last word
-        ids, *_ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=4, eos_token_ids=1,
-                                temperature=100.0, uniforms=torch.full((3, 4), u))
-        assert ids.tolist() == [[word] * 4] * 3
 
 
-def test_each_word_of_a_large_vocabulary_can_be_drawn():
+def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0():
     """152,000 words, of which one is likely: in float32 the probabilities of the others would be lost in the sum."""
     model, logits = make_model("Llama"), torch.zeros(152_000)
-    logits[0] = 20.0
+    logits[:2] = torch.tensor([-inf, 20.0])
     model.lm_head.forward = lambda hidden: logits.expand(*hidden.shape[:2], -1)
-    words = torch.arange(1, 152_000, 5_000)
-    cdf = logits.softmax(0, dtype=torch.float64).cumsum(0)
-    between = (cdf[words - 1] + cdf[words]) / 2
+    words, cdf = torch.arange(2, 152_000, 5_000), logits.softmax(0, dtype=torch.float64).cumsum(0)
+    u = torch.tensor([0.0, *(cdf[words - 1] + cdf[words]) / 2, 1 - 2**-53], dtype=torch.float64)
     ids, *_ = grpo.generate(model, PROMPT_IDS[1:2], PROMPT_MASK[1:2], max_completion_length=1, eos_token_ids=1,
-                            num_generations=len(words), uniforms=between[:, None])
-    assert torch.equal(ids[:, 0], words)
+                            num_generations=len(u), uniforms=u[:, None])
+    assert ids[:, 0].tolist() == [1, *words.tolist(), 151_999]
 
 
 def test_each_prompt_is_prefilled_once_and_ended_rows_leave_the_batch():
@@ -267,18 +262,17 @@ def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(options):
         assert passes == [min(part, rows - i) for i in range(0, rows, part)] * scored
 
 
-@pytest.mark.parametrize("row, shift, difference", [(0, 0.5, 0.5), (1, -0.25, 0.25), (3, 0.5, 0.0)])    # A = 0 in row 3
-def test_the_sampler_is_compared_with_the_scorer(row, shift, difference, monkeypatch):
-    """In the rows that learn, before the first update changes the weights."""
-    def shifted(*args, **options):
+@pytest.mark.parametrize("row, difference", [(0, 0.5), (1, 0.25), (3, 0.0)])
+def test_the_sampler_is_compared_with_the_scorer(row, difference):
+    """In the rows that learn, which row 3 (A = 0) does not, and before the first update changes the weights."""
+    def shifted(*args, generate=grpo.generate, **options):
         ids, mask, logps, entropies = generate(*args, **options)
-        logps[row] -= shift
-        return ids, mask, logps * mask, entropies
+        logps[row] += {0: -0.5, 1: 0.25, 3: 0.5}[row] * mask[row]
+        return ids, mask, logps, entropies
 
-    generate = grpo.generate
-    monkeypatch.setattr(grpo, "generate", shifted)
-    for _, _, metrics in steps_of(make_model("Llama"), num_iterations=2, per_device_train_batch_size=3):
-        assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(difference, abs=1e-5)
+    with mock.patch.object(grpo, "generate", shifted):
+        for _, _, metrics in steps_of(make_model("Llama"), num_iterations=2, per_device_train_batch_size=3):
+            assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(difference, abs=1e-5)
 
 
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
@@ -298,41 +292,35 @@ def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss(mask
     assert 0 < rollout.terminated.sum() < 8 and passes == [learn.sum()] * 2
 
 
-def test_samples_and_prompts_are_keyed_by_seed_and_step(monkeypatch):
-    """No state is carried along: step 1 of a run that goes on there is step 1 of the whole run."""
-    numbers, generate = [], grpo.generate
-
-    def note(*args, uniforms, **options):
-        numbers.append(uniforms)
-        return generate(*args, uniforms=uniforms, **options)
-
-    monkeypatch.setattr(grpo, "generate", note)
-    runs = [r for seed in (0, 1, 42) for _, r, _ in steps_of(make_model("Llama"), seed=seed, max_steps=3)]
-    u, prompts = torch.stack(numbers), [[row["prompt"] for row in r.rows] for r in runs]
-    assert u.shape == (9, 8, 10) and len(u.unique()) > 700 and 0 <= u.min() < 0.05 < 0.95 < u.max() < 1
-    assert len(set(map(tuple, prompts))) > 4
-    state = grpo.initial_state(make_model("Llama"), grpo.GRPOConfig(**SMALL))
-    state.step = 1
-    (_, r, _), = steps_of(make_model("Llama"), train={"state": state}, max_steps=2)
-    assert [row["prompt"] for row in r.rows] == prompts[7] and torch.equal(numbers[9], u[7])        # 42: the default
+def test_samples_and_prompts_are_keyed_by_seed_and_step():
+    """No state is carried along: step 1 of a run that goes on there is step 1 of the whole run. The seed is 42."""
+    with mock.patch.object(grpo, "generate", wraps=grpo.generate) as generate:
+        runs = [r for seed in (0, 1, 42) for _, r, _ in steps_of(make_model("Llama"), seed=seed, max_steps=3)]
+        state = grpo.initial_state(make_model("Llama"), grpo.GRPOConfig(**SMALL))
+        state.step = 1
+        runs += [r for _, r, _ in steps_of(make_model("Llama"), train={"state": state}, max_steps=2)]
+    u = torch.stack([call.kwargs["uniforms"] for call in generate.call_args_list])
+    prompts = [tuple(row["prompt"] for row in r.rows) for r in runs]
+    assert u.shape == (10, 8, 10) and len(u.unique()) == 720 and 0 <= u.min() < 0.05 < 0.95 < u.max() < 1
+    assert prompts[9] == prompts[7] and torch.equal(u[9], u[7]) and len(set(prompts)) > 4
+    assert all(len(set(row)) == 2 for row in prompts)                   # no prompt twice in a step
 
 
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
     """train puts the policy in eval mode. Weights that need no gradient get none, no moments and no decay."""
     one, other = (make_model("GPT2").train(mode) for mode in (True, False))
-    lines = [[metrics for *_, metrics in steps_of(model, max_steps=2)] for model in (one, other)]
-    assert [line | {"step_time": 0} for line in lines[0]] == [line | {"step_time": 0} for line in lines[1]]
+    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2)] for model in (one, other)]
+    assert lines[0] == lines[1]
     frozen = one.transformer.wte.weight.requires_grad_(False)
     before = frozen.clone()
-    state = list(steps_of(one, weight_decay=0.5, beta=0.1))[0][0]
-    assert torch.equal(frozen, before) and frozen not in state.optimizer.state
-    assert all(weight in state.optimizer.state for weight in one.parameters() if weight is not frozen)
+    (state, _, _), = steps_of(one, weight_decay=0.5, beta=0.1)
+    assert torch.equal(frozen, before) and set(state.optimizer.state) == set(one.parameters()) - {frozen}
 
 
 def test_a_policy_with_gradient_checkpointing_is_refused():
     """Eval mode would switch it off without a word, and the memory that it was to save would be needed."""
     model = make_model("Llama")
-    model.gradient_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = True                 # as model.gradient_checkpointing_enable() does
     with pytest.raises(ValueError, match="gradient checkpointing"):
         next(steps_of(model))
 
@@ -375,31 +363,34 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
         "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
         "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
         "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0)}           # the cap is TRL's advice
+    here = dict(generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False, reward_weights=None,
+                bf16=False, max_steps=100, seed=42, output_dir=None, save_steps=100)
     trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None,
                loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8,
                max_completion_length=512, temperature=1.0, mask_truncated_completions=False, max_grad_norm=1.0,
                sync_ref_model=False, ref_model_sync_steps=512, lr_scheduler_type="linear", weight_decay=0.0,
-               warmup_steps=0)
+               warmup_steps=0, per_device_train_batch_size=8)
     default = grpo.GRPOConfig()
-    assert {name: getattr(default, name) for name in trl} == trl and default.use_bias_correction_kl is False
-    of_loss = grpo.grpo_loss.__kwdefaults__                             # max_completion_length: None, the caller's
-    assert {name: of_loss[name] for name in WORDS[:-2]} == {name: getattr(default, name) for name in WORDS[:-2]}
+    assert vars(default) == here | trl
     with pytest.raises(AttributeError):
         default.beta = 1.0
     tested_elsewhere = {"bf16", "seed", "per_device_train_batch_size", "output_dir", "save_steps"}
     assert {field for field, _, _ in OPTIONS} | tested_elsewhere == set(vars(default)), "an option without a test"
 
 
+@pytest.mark.parametrize("field, value", [("loss_type", "bnpo"), ("policy_loss", "ppo"), ("beta", -0.1), ("seed", nan)])
+def test_a_value_that_means_nothing_is_an_error_that_names_it(field, value):
+    """In Python as on the command line: words, ranges, numbers that are not finite."""
+    with pytest.raises(ValueError, match=f"{field}: got {value!r}; allowed is "):
+        grpo.GRPOConfig(**{field: value})
+
+
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """A reward function sees prompts, completions, their ids without padding, and the dataset's columns, by row."""
-    seen = {}
-
-    def look(**kwargs):
-        seen.update(kwargs)
-        return by_row(**kwargs)
-
-    (_, r, m), = steps_of(make_model("Llama"), [look])
-    tokenizer, problems = grpo.tiny_tokenizer(), {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
+    function = mock.Mock(side_effect=by_row, __name__="look")
+    (_, r, m), = steps_of(make_model("Llama"), [function])
+    seen, tokenizer = function.call_args.kwargs, grpo.tiny_tokenizer()
+    problems = {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
     assert sorted(seen) == ["completion_ids", "completions", "prompts", "solution"] and "rewards/look/mean" in m
     assert [text.replace("<pad>", "") for text in tokenizer.batch_decode(r.prompt_ids)] == seen["prompts"]
     assert seen["prompts"] == [p for p in seen["prompts"][::4] for _ in range(4)] and len(set(seen["prompts"])) == 2
@@ -410,22 +401,19 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 def test_what_a_reward_function_changes_is_its_own():
     """The dataset, the rollout, the other answers of the group and the other functions keep what they had."""
-    dataset = [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
-    seen = []
+    seen, dataset = [], [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
 
-    def judge(prompts, completions, completion_ids, notes):
-        seen.append(copy.deepcopy((prompts, completions, completion_ids, notes)))
-        for prompt, completion, ids, note in zip(prompts, completions, completion_ids, notes):
-            assert [len(prompt), len(completion), note] == [1, 1, []]   # no other answer has added to it
-            prompt.append({"role": "user", "content": "is it right?"})
-            completion.append({"role": "user", "content": "think again"})
-            ids.clear()
-            note.append("seen")
-        return by_row(prompts)
+    def judge(**columns):
+        seen.append(copy.deepcopy(columns))
+        for name, lists in columns.items():
+            for i, mine in enumerate(lists):
+                assert mine == seen[-1][name][i]                        # no other answer has added to it
+                mine.append({"role": "user", "content": "is it right?"})
+        return by_row(**columns)
 
     (_, r, _), = grpo.train(make_model("Llama"), chat_tokenizer(), dataset, [judge, judge], grpo.GRPOConfig(**SMALL))
     assert seen[0] == seen[1] and dataset == [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
-    assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0][1]]
+    assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0]["completions"]]
 
 
 @pytest.mark.parametrize("function", [functools.partial(by_row), mock.Mock(side_effect=by_row, spec=[])], ids=repr)
@@ -437,24 +425,24 @@ def test_any_callable_is_a_reward_function(function):
 
 def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
     """compute_advantages gives (B,) or (B, T); what it gives is what the loss gets; another shape is an error."""
-    before, options = [], dict(beta=0.1, mask_truncated_completions=True)
+    before = []
+
+    def run(compute_advantages):
+        (_, rollout, metrics), = steps_of(make_model("Llama"), train={"compute_advantages": compute_advantages},
+                                          beta=0.1, mask_truncated_completions=True)
+        return rollout, metrics | {"step_time": 0}
 
     def threefold(rewards_per_func, rollout, config):
         before.extend(copy.deepcopy(rollout))
         return 3 * grpo.outcome_advantages(rewards_per_func, rollout, config)
 
-    (_, _, once), = steps_of(make_model("Llama"), **options)
-    (_, after, thrice), = steps_of(make_model("Llama"), train={"compute_advantages": threefold}, **options)
+    (_, once), (after, thrice) = run(grpo.outcome_advantages), run(threefold)
     assert thrice["grad_norm"] == pytest.approx(3 * once["grad_norm"], rel=1e-4)
     for a, b in zip(before, after, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    with pytest.raises(AttributeError):
-        after.logps = None
-    answers = lambda *args: grpo.outcome_advantages(*args)[:, 0]        # one for each answer will do
-    (_, _, of_answers), = steps_of(make_model("Llama"), train={"compute_advantages": answers}, **options)
-    assert of_answers == once | {"step_time": of_answers["step_time"]}
+    assert run(lambda *args: grpo.outcome_advantages(*args)[:, 0])[1] == once           # one for each answer
     with pytest.raises((ValueError, AssertionError), match="advantages: got"):
-        list(steps_of(make_model("Llama"), train={"compute_advantages": lambda *args: torch.ones(8, 99)}))
+        run(lambda *args: torch.ones(8, 99))
 
 
 @pytest.mark.parametrize("result", [[1.0], [1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]], ids=str)
@@ -514,14 +502,22 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     assert grpo.TINY | dict(num_iterations=2, max_steps=60) == grpo.TINY and "warmup_steps" not in grpo.TINY
 
 
-def test_problems_and_teacher():
-    """The held-out problems are not those to train on; the teacher's answers are right, or forget the carry alone."""
+def test_the_teacher_is_right_but_for_the_carry_and_the_cold_start_learns_its_words():
+    """The held-out problems are not those to train on. No loss comes from a problem's own words, or from padding."""
     train, held_out = grpo.tiny_problems(3)
     assert len(held_out) == 500 and len({p["prompt"] for p in train + held_out}) == len(train) + 500 > 6000
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
-    right = [grpo.teacher_trace(p["prompt"], False).removesuffix("<eos>") for p in held_out]
-    assert grpo.accuracy_reward(right, [p["solution"] for p in held_out]) == [1.0] * 500
+    traces = {p["prompt"] + grpo.teacher_trace(p["prompt"], False): p["solution"] for p in train}
+    assert grpo.accuracy_reward([trace.removesuffix("<eos>") for trace in traces], traces.values()) == [1.0] * len(train)
+    tokenizer, seen = grpo.tiny_tokenizer(), {}
+    model = grpo.tiny_model(tokenizer, 3)
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    grpo.cold_start(model, tokenizer, train, 3, steps=1)
+    texts = tokenizer.batch_decode(seen["input_ids"])
+    assert 0.2 < sum(text.replace("<pad>", "") in traces for text in texts) / 64 < 0.7            # 45% have no carry
+    learned = [tokenizer.decode(row[row >= 0]) for row in seen["labels"]]
+    assert learned == [text[len("47+85="):].replace("<pad>", "") for text in texts]
 
 
 def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
@@ -548,7 +544,8 @@ ENDS = {  # what happens in the third call of the reward function, the exit code
     "a loss": ("answer = [3e38, -3e38] * 4", 1, "FloatingPointError: step 3: the loss", dict(num_iterations=2)),
     "before a silent step": ("raise KeyboardInterrupt", 130, "", dict(max_steps=3)),
     "no room for a line": (FULL % 50, 1, "Traceback.*OSError: .*File too large", dict(save_steps=1)),
-    "no room for weights": (FULL % 20_000, 2, "^grpo.py: error: output_dir: cannot write", dict(save_steps=1))}
+    "no room for weights": (FULL % 20_000, 2, "^grpo.py: error: output_dir: cannot write .*; an older one stays, if any",
+                            dict(save_steps=1))}
 
 
 @pytest.mark.parametrize("what", ENDS)
@@ -571,28 +568,39 @@ def test_what_ends_a_run_leaves_its_last_whole_step(what, data):
     assert_same_run(data / "a folder", data / "whole")
 
 
-@pytest.mark.parametrize("when", ["a step", "an update", "a save", "a second one"])
-def test_ctrl_c_at_any_place_saves_a_whole_step_or_none(when, data, whole, monkeypatch):
-    """Between an update and its metrics the weights belong to no step: what is left is the last of save_steps."""
-    owner, name, number = {"a step": (grpo, "sample_rollout", 3), "an update": (torch.optim.AdamW, "step", 3),
-                           "a save": (torch, "save", 2), "a second one": (torch, "save", 3)}[when]
-    function, calls = getattr(owner, name), []
+@pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (KeyboardInterrupt, 2), (SystemExit, 99)],
+                         ids=["Ctrl-C", "Ctrl-C twice", "a kill"])
+def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, whole, monkeypatch):
+    """From the first save to the second, before each call that samples, updates or touches the disk: the run goes on
+    to the end of the run that nothing stopped. Ctrl-C leaves the last whole step and nothing else."""
+    left = [inf]                                                        # calls until then
 
-    @functools.wraps(function)
-    def interrupted(*args, **kwargs):
-        calls.append(name)
-        result = function(*args, **kwargs)
-        if len(calls) == number or when == "a second one" and len(calls) == number + 1:
-            raise KeyboardInterrupt
-        return result
+    def stops(function):
+        @functools.wraps(function)
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if -times <= left[0] < 0:
+                raise error
+            return function(*args, **kwargs)
+        return counted
 
-    monkeypatch.setattr(owner, name, interrupted)
-    assert cli(*command(data, max_steps=5, save_steps=1)).code == 130
-    monkeypatch.setattr(owner, name, function)
-    assert sorted(os.listdir(data / "out")) == ["checkpoint", "metrics.jsonl"]
-    assert torch.load(data / "out/checkpoint/trainer_state.pt", weights_only=True)["step"] == 2
-    assert resume(data, data / "out").code == 0
-    assert_same_run(data / "out", whole)
+    for owner, name in ((grpo, "sample_rollout"), (torch.optim.AdamW, "step"), (grpo, "step_metrics"), (torch, "save"),
+                        (os, "rename"), (shutil, "copy"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, stops(getattr(owner, name)))
+    saved_steps = []
+    for calls in range(6, 20):
+        out, left[0] = data / f"out{calls}", calls
+        done = cli(*command(data, max_steps=5, save_steps=1, output_dir=out))
+        left[0] = inf
+        folder = out / ("checkpoint" if (out / "checkpoint").exists() else "checkpoint.old")
+        saved_steps.append(torch.load(folder / "trainer_state.pt", weights_only=True)["step"])
+        if times == 1:
+            assert done.code == 130 and sorted(os.listdir(out)) == ["checkpoint", "metrics.jsonl"]
+            assert saved_steps[-1] == len(lines_of(out))
+        assert resume(data, out, output_dir=None, save_steps=1).code == 0
+        assert_same_run(out, whole)
+        assert sorted(os.listdir(out)) == ["checkpoint", "metrics.jsonl"]
+    assert saved_steps[0] == 1 and saved_steps[-1] == 2                 # the second save has been gone through
 
 
 def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data, whole):
@@ -608,7 +616,8 @@ def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data,
     assert resume(data, data / "copy", output_dir=None, save_steps=1, per_device_train_batch_size=9).code == 0
     (data / "linked/checkpoint").rename(data / "elsewhere")
     (data / "linked/checkpoint").symlink_to(data / "elsewhere")
-    assert resume(data, data / "linked", output_dir=None, weight_decay=0.5).code == 0 and (data / "elsewhere").is_dir()
+    assert resume(data, data / "linked", output_dir=None, weight_decay=0.5).code == 0
+    assert (data / "linked/checkpoint").is_symlink() and not (data / "elsewhere.old").exists()
     assert resume(data, out, output_dir=data / "new", learning_rate=0.02).code == 0 and files_of(out) == before
     rates = [[line["learning_rate"] for line in lines_of(data / name)] for name in ("copy", "linked", "new")]
     assert rates[0] == rates[1] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.004, 0.002])
@@ -655,36 +664,12 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert_same_run(data / "out", whole)
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(data, whole, monkeypatch):
-    """Between any two calls that touch the disk; the run goes on from it to the same end, and nothing else is left."""
-    left = [1000]                                                       # calls that may touch the disk
-
-    def dies(function, *args, **kwargs):
-        left[0] -= 1
-        if left[0] < 0:
-            raise SystemExit
-        return function(*args, **kwargs)
-
-    for owner, name in ((os, "rename"), (shutil, "copy"), (shutil, "rmtree"), (torch, "save")):
-        monkeypatch.setattr(owner, name, functools.partial(dies, getattr(owner, name)))
-    for allowed in range(5, 100):                                       # the first save has five such calls
-        out, left[0] = data / f"out{allowed}", allowed
-        cli(*command(data, max_steps=5, save_steps=1, output_dir=out))
-        steps, left[0] = len(lines_of(out)), 1000
-        assert resume(data, out, output_dir=None, save_steps=1).code == 0
-        assert_same_run(out, whole)
-        assert sorted(os.listdir(out)) == ["checkpoint", "metrics.jsonl"]
-        if steps == 3:                                                  # the second save has been gone through
-            break
-    assert allowed > 8
-
-
-BAD_FILES = [  # what a dataset holds, what the one line must say
+BAD_ROWS = [  # what a dataset holds, what the one line must say
     ("\n\n", "line 1: got an empty"), ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops"), ("[1]\n", "line 1"),
     ('{"solution": "1"}\n', "line 1"), ('"prompt"', "line 1"), ('{"prompt": "1"}\n', "solution"),
     ('{"prompt": "\udcff"}\n', "line 1: got "), ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2"),
-    *((f'{{"prompt": "1"}}\n{{"prompt": {prompt}}}\n', "line 2: got ") for prompt in (
-        '""', "null", "1", "[]", '[{"role": "user", "content": "1"}]'))]
+    *((f'{{"prompt": "1", "solution": "1"}}\n{{"prompt": {prompt}, "solution": "1"}}\n', "line 2: got ")
+      for prompt in ('""', "null", "1", "[]", '[{"role": "user", "content": "1"}]'))]
 BAD_FLAGS = [  # flag, value, what the one line must say
     ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("dataset", ".", "directory"),
     ("model", "tiny", "tiny"), ("model", "./nowhere", "nowhere"), ("beta", nan, "beta: got"), ("beta", "x", "--beta"),
@@ -702,16 +687,16 @@ BAD_FLAGS = [  # flag, value, what the one line must say
     ("num_generations", 5, "generation_batch_size: got"), ("max_completion_length", 60, "the model's limit is 5[0-9]")]
 
 
-@pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("dataset", row, said) for row, said in BAD_FILES)], ids=str)
+@pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("rows", *row) for row in BAD_ROWS)], ids=str)
 def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
     """The line says what is wrong and what is allowed; no file is written or changed."""
     monkeypatch.chdir(data)
     (data / "twin").mkdir()
     for name in ("short.py", "string.py", "twin/short.py"):             # string is a module of Python's, too
         (data / name).write_text("def broken(completions, **kwargs):\n    return [1.0]\n")
-    if (flag, said) not in [row[::2] for row in BAD_FLAGS]:
+    if flag == "rows":
         (data / "bad.jsonl").write_bytes(value.encode(errors="surrogateescape"))
-        value = "bad.jsonl"
+        flag, value = "dataset", "bad.jsonl"
     usual = dict(dataset="chat.jsonl", reward_funcs=["accuracy", "rewards.py:length"])
     before, done = files_of(data), cli(*command(data, **usual | {flag: value}))
     errors = [line for line in done.err.splitlines() if line.startswith("grpo.py: error:")]
