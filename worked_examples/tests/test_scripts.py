@@ -116,13 +116,14 @@ def test_the_code_of_a_page_runs(path, monkeypatch):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
 def test_the_links_of_a_page_lead_somewhere(path):
     """Files, pictures of both kinds (markdown's and <img>, <source>) and headings."""
-    heading = lambda line: re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).lower()).replace(" ", "-")
+    words = lambda line: re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).lower())
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
     for file, anchor in re.findall(r'(?:\]\(|src(?:set)?=")(?!http)([^)"#\s]*)#?([^)"\s]*)', text):
         target = path.parent / file if file else path
         assert target.exists(), file
         if anchor:
-            assert anchor in [heading(line) for line in re.findall(r"^#+ (.*)", target.read_text(), re.M)], anchor
+            headings = [words(line).replace(" ", "-") for line in re.findall(r"^#+ (.*)", target.read_text(), re.M)]
+            assert anchor in headings, anchor
 
 
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
