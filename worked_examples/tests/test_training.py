@@ -6,7 +6,6 @@ A test's name is a promise, its docstring says it. The equations themselves are 
 import copy
 import functools
 import itertools
-import json
 import math
 import os
 import re
@@ -66,12 +65,6 @@ def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
     assert_sampled_as_scored(make_model(kind), pad)
 
 
-def logits_of(model, i, answer):
-    """The model's logits for each word of an answer to prompt i, in one pass without padding or cache."""
-    prompt = PROMPT_IDS[i][PROMPT_MASK[i] == 1]
-    return model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
-
-
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Next"])
 @pytest.mark.parametrize("G", [1, 8])
 def test_each_token_is_where_its_uniform_number_falls(kind, G):
@@ -81,7 +74,9 @@ def test_each_token_is_where_its_uniform_number_falls(kind, G):
     for i in range(3 * G):
         answer = ids[i][mask[i] == 1]
         assert len(answer) == 12 or answer[-1] in (1, 2)
-        probabilities = (logits_of(model, i // G, answer) / 0.7).softmax(-1)
+        prompt = PROMPT_IDS[i // G][PROMPT_MASK[i // G] == 1]           # in one pass, without padding or cache
+        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
+        probabilities = (logits / 0.7).softmax(-1)
         high = probabilities.cumsum(-1).gather(1, answer[:, None])[:, 0]
         low, u = high - probabilities.gather(1, answer[:, None])[:, 0], UNIFORMS[i, :len(answer)]
         assert (low - 1e-5 <= u).all() and (u <= high + 1e-5).all()
@@ -142,8 +137,7 @@ def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
 def test_every_eos_id_ends_a_completion():
     """The tokenizer's EOS and those of the model's generation config."""
     model, tokenizer = make_model("Llama"), grpo.tiny_tokenizer()
-    of_tiny = grpo.all_eos_token_ids(grpo.tiny_model(tokenizer, 0), tokenizer)
-    assert grpo.all_eos_token_ids(model, tokenizer) == of_tiny == [1]
+    assert grpo.all_eos_token_ids(model, tokenizer) == [1]
     model.generation_config.eos_token_id = [5, 7]
     assert grpo.all_eos_token_ids(model, tokenizer) == [1, 5, 7]
     (_, r, _), = steps_of(model)
@@ -793,9 +787,6 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
     look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if not torch.backends.cuda.is_built() or python("-c", look, **gpu).returncode:
         pytest.skip("no GPU")
-    script = ("import sys; sys.path[:0] = ['worked_examples/tests', '.']; import test_training as t\n"
-              "t.assert_sampled_as_scored(t.make_model('Llama').to('cuda'), tolerance=1e-3)")
-    assert python("-c", script, **gpu).returncode == 0
     for bf16 in (False, True):
         whole, out = data / f"whole {bf16}", data / f"out {bf16}"
         run = [grpo.__file__, *command(data, max_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)]
@@ -805,5 +796,6 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
         assert python(*run, "--resume_from_checkpoint", out / "checkpoint", **gpu).returncode == 0
         for a, b in zip(lines_of(out), lines_of(whole), strict=True):
             assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
+            assert a["sampling/sampling_logp_difference/max"] < (0.1 if bf16 else 1e-3)
             for name in ("loss", "grad_norm", "kl"):
                 assert a[name] == pytest.approx(b[name], rel=0.1 if bf16 else 1e-3, abs=1e-2 if bf16 else 1e-5), name
