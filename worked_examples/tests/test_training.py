@@ -251,6 +251,12 @@ def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(options):
         assert passes == [min(part, rows - i) for i in range(0, rows, part)] * scored
 
 
+def test_a_silent_step_moves_by_momentum():
+    """Where no row learns the gradient is 0, not absent: AdamW goes on in the direction of the steps before."""
+    calls = itertools.count()                                           # two for each step: the run's, the twin's
+    assert_run_by_hand([lambda completions, **_: by_row(completions) if next(calls) < 2 else [0.0] * 8], max_steps=3)
+
+
 @pytest.mark.parametrize("row, difference", [(0, 0.5), (1, 0.25), (3, 0.0)])
 def test_the_sampler_is_compared_with_the_scorer(row, difference):
     """In the rows that learn, which row 3 (A = 0) does not, and before the first update changes the weights."""
@@ -617,8 +623,8 @@ def work(_):
 def ctrl_c():
     at_work.wait()
     os.killpg(0, signal.SIGINT)
-threading.Thread(target=ctrl_c).start()
 with fork.Pool(2) as pool:
+    threading.Thread(target=ctrl_c).start()
     pool.map(work, [1, 2])
 """)
     words = ["env", "OMP_NUM_THREADS=1", sys.executable, grpo.__file__, *command(data, max_steps=5)]
