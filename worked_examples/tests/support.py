@@ -25,14 +25,16 @@ torch.set_num_threads(1)
 
 def make_model(kind, auto_class="AutoModelForCausalLM"):
     """A model of random weights, large enough that its distributions are far from uniform."""
-    words = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
-    shape = words | dict(intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    linear = shape | dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-                          linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
-                          moe_intermediate_size=16, shared_expert_intermediate_size=16)   # 3 of 4 layers: linear
-    gpt2 = words | dict(num_attention_heads=4, max_position_embeddings=64)
-    shapes = dict(GPT2=gpt2, Llama=shape | dict(num_labels=1), Qwen2=shape, Qwen3Next=linear, Mamba=words)
-    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shapes[kind])).eval()
+    shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
+    if kind != "Mamba":
+        shape |= dict(num_attention_heads=4, max_position_embeddings=64)
+    if kind in ("Llama", "Qwen2", "Qwen3Next"):
+        shape |= dict(num_key_value_heads=2, intermediate_size=64, num_labels=1)
+    if kind == "Qwen3Next":                                             # 3 of its 4 layers have linear attention
+        shape |= dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=2,
+                      linear_key_head_dim=8, linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
+                      shared_expert_intermediate_size=16)
+    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shape)).eval()
     torch.manual_seed(0)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)

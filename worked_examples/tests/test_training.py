@@ -354,15 +354,14 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
         "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
         "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
         "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0)}           # the cap is TRL's advice
-    here = dict(generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False, reward_weights=None,
-                bf16=False, max_steps=100, seed=42, output_dir=None, save_steps=100)
-    trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None,
-               loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8,
+    trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False,
+               loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, seed=42,
                max_completion_length=512, temperature=1.0, mask_truncated_completions=False, max_grad_norm=1.0,
                sync_ref_model=False, ref_model_sync_steps=512, lr_scheduler_type="linear", weight_decay=0.0,
-               warmup_steps=0, per_device_train_batch_size=8)
+               warmup_steps=0, per_device_train_batch_size=8, reward_weights=None)
     default = grpo.GRPOConfig()
-    assert vars(default) == here | trl
+    assert vars(default) == trl | dict(generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
+                                       max_steps=100, output_dir=None, save_steps=100)
     with pytest.raises(AttributeError):
         default.beta = 1.0
     with pytest.raises(ValueError, match="loss_type: got 'bnpo'; allowed is "):
@@ -405,36 +404,30 @@ def test_what_a_reward_function_changes_is_its_own():
 
 
 def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
-    """compute_advantages gives (B,) or (B, T); what it gives is what the loss gets; another shape is an error."""
-    before = []
-
-    def run(compute_advantages):
+    """compute_advantages gives (B,) or (B, T), which is what the loss gets; another shape is an error."""
+    def run(change):
+        def compute_advantages(*args):
+            kept.append(copy.deepcopy(args[1]))
+            return change(grpo.outcome_advantages(*args))
         (_, rollout, metrics), = steps_of(make_model("Llama"), train={"compute_advantages": compute_advantages},
                                           beta=0.1, mask_truncated_completions=True)
-        return rollout, metrics | {"step_time": 0}
+        kept.append(rollout)
+        return metrics["grad_norm"]
 
-    def threefold(rewards_per_func, rollout, config):
-        before.extend(copy.deepcopy(rollout))
-        return 3 * grpo.outcome_advantages(rewards_per_func, rollout, config)
-
-    (_, once), (after, thrice) = run(grpo.outcome_advantages), run(threefold)
-    assert thrice["grad_norm"] == pytest.approx(3 * once["grad_norm"], rel=1e-4)
-    for a, b in zip(before, after, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert run(lambda *args: grpo.outcome_advantages(*args)[:, 0])[1] == once           # one for each answer
+    kept = []
+    assert run(lambda A: 3 * A) == pytest.approx(3 * run(lambda A: A), rel=1e-4)
+    assert run(lambda A: A[:, 0]) == run(lambda A: A)                   # one for each answer
+    for before, after in zip(kept[::2], kept[1::2], strict=True):
+        assert all(torch.equal(*x) if isinstance(x[0], torch.Tensor) else x[0] == x[1] for x in zip(before, after))
     with pytest.raises((ValueError, AssertionError), match="advantages: got"):
-        run(lambda *args: torch.ones(8, 99))
+        run(lambda A: torch.ones(8, 99))
 
 
 @pytest.mark.parametrize("result", [[1.0], [1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]], ids=str)
-def test_rewards_of_wrong_number_or_not_finite_are_named(result):
-    """The error names the function, what it gave and what is allowed."""
+def test_rewards_of_wrong_number_or_not_finite_are_named_and_none_is_nan(result):
+    """The error names the function, what it gave and what is allowed. None, a tuple, booleans and tensors will do."""
     with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is 8 numbers"):
         next(steps_of(make_model("Llama"), [by_row, lambda **kwargs: result]))
-
-
-def test_no_reward_is_nan():
-    """None is the reward of a function that does not apply; a tuple, booleans and tensors of one number will do."""
     rollout = next(steps_of(make_model("Llama")))[1]
     rewards = grpo.compute_rewards([lambda **_: [None] * 8, lambda **_: (None, True, *torch.arange(6))], rollout)
     assert rewards.isnan().tolist() == [[True, True]] + [[True, False]] * 7
@@ -499,6 +492,19 @@ def test_the_teacher_is_right_but_for_the_carry_and_the_cold_start_learns_its_wo
     assert 0.2 < sum(text.replace("<pad>", "") in traces for text in texts) / 64 < 0.7            # 45% have no carry
     learned = [tokenizer.decode(row[row >= 0]) for row in seen["labels"]]
     assert learned == [text[len("47+85="):].replace("<pad>", "") for text in texts]
+
+
+def test_the_accuracy_is_the_share_of_right_answers_and_four_are_shown(capsys):
+    """Here the policy's answers are a teacher's, who forgets every second carry."""
+    tokenizer, sums = grpo.tiny_tokenizer(), ["25+17", "25+18", "25+61", "25+62"] * 2       # 2 of 4 have a carry
+    problems = [{"prompt": f"{x}=", "solution": str(eval(x))} for x in sums]
+    answers = [grpo.teacher_trace(p["prompt"], i % 2 == 1) for i, p in enumerate(problems)]
+    ids = tokenizer(answers, return_tensors="pt", padding=True)["input_ids"]
+    with mock.patch.object(grpo, "generate", return_value=(ids, None, None, None)) as generate:
+        assert grpo.held_out_accuracy(grpo.tiny_model(tokenizer, 0), tokenizer, problems) == 0.75
+    assert generate.call_args.kwargs.get("uniforms") is None            # greedy
+    assert [line.split("   ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "right", "wrong, it is 43", "right", "right"]
 
 
 def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
