@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 def exhibits():
     """The museum's sections, by their numbers."""
-    sections = (HERE / "bug_museum.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    sections = (HERE / "bug_museum.md").read_text(encoding="utf-8").split("\n---\n")[0].split("\n## ")[1:]
     return {int(section.partition(".")[0]): "## " + section.strip() for section in sections}
 
 
