@@ -36,9 +36,9 @@ def parse(argv):
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
     argv = [*"--model tiny --num_iterations 10 --lr_scheduler_type constant --warmup_steps 0".split(), *argv]
-    options, config = grpo.parse_options(argv)
+    config, options = grpo.parse_options(argv)
     if options.model == "tiny":                                         # on one group, the demo's rate is too high
-        options, config = grpo.parse_options(["--learning_rate", "3e-5", *argv])
+        config, options = grpo.parse_options(["--learning_rate", "3e-5", *argv])
     return own, options, config
 
 

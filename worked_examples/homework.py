@@ -115,7 +115,7 @@ def table(grpo, seed, rounds=40):
         ids = torch.multinomial(p.flatten(0, 1), 1).view(64, 10)
         answers = [row[: row.index(0) + 1] if 0 in row else row for row in ids.tolist()]
         rewards = torch.tensor([2 - len(a) / 10 + (i // 16 + 1 in a) for i, a in enumerate(answers)])
-        mask, advantages = grpo.completion_mask(ids, 0), grpo.group_advantages(rewards, 16)
+        mask, advantages = grpo.make_completion_mask(ids, 0), grpo.group_advantages(rewards, 16)
         old_logps, updates = None, []
         for _ in range(4):
             logps = grpo.selective_log_softmax(logits.repeat_interleave(16, 0), ids)

@@ -63,7 +63,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 
 if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
-    options, config = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
+    config, options = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
     if options.model == "tiny":
         torch.set_num_threads(1)                                # for so small a model, more would wait
         tokenizer, (dataset, held_out) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)

@@ -1,0 +1,103 @@
+"""What GRPO is compared with, and weights for its advantages: PPO, RLOO, DAPO's punishment, entropy, the sampler.
+
+The functions are as pure as those of grpo.py, whose notation they use (B, T, G, m, nats). The loop of grpo.py takes
+them through train(..., compute_advantages=f), where f(rewards_per_func, rollout, config) returns advantages (B,) or
+(B, T). A weight w >= 0 of a token multiplies the token's advantage, because w·l(ρ, A) = l(ρ, w·A) for each l there.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import grpo
+
+
+def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
+    """Make a reward function that punishes an answer of n tokens for its length.
+
+    r(n) = 0 for n <= L - c;  (L - c - n) / c for L - c < n <= L;  -1 for n > L.
+    Source: DAPO (arXiv:2503.14476) eq. 13. Args: max_completion_len L, soft_punish_cache c, 0 <= c <= L, in tokens.
+    """
+    L, c = max_completion_len, soft_punish_cache
+    assert 0 <= c <= L, f"soft_punish_cache: got {c}; allowed is 0 ... {L}"
+
+    def soft_overlong_punishment_reward(completion_ids, **kwargs):
+        return [min(0.0, max(-1.0, (L - c - len(ids)) / max(c, 1))) for ids in completion_ids]
+
+    return soft_overlong_punishment_reward
+
+
+def leave_one_out_advantages(rewards, num_generations):
+    """Compare each answer with the mean of the other answers in its group.
+
+    A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
+    A baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (n-1)/n.
+    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a NaN reward and without others.
+    """
+    centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)
+    n = (~rewards.isnan()).reshape(-1, num_generations).sum(1).repeat_interleave(num_generations)         # (B,)
+    return centred * n / (n - 1).clamp(min=1)
+
+
+def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
+    """Estimate PPO's advantages with a critic's values (generalized advantage estimation). GRPO has no critic.
+
+    δ_t = r_t + γ·V_{t+1} - V_t,  A_t = δ_t + γλ·A_{t+1},  return_t = A_t + V_t;  V and A are 0 after the end.
+    λ = 0 trusts the critic's values V (more bias), λ = 1 the observed rewards (more variance).
+    Source: Schulman et al. (arXiv:1506.02438) eq. 16. Args: rewards, values (B, T).
+    Returns: advantages and returns, both (B, T), 0 at padding.
+    """
+    assert rewards.shape == values.shape == completion_mask.shape, (
+        f"values: got {values.shape}; allowed is {rewards.shape}, as completion_mask's {completion_mask.shape}")
+    rewards = torch.where(completion_mask != 0, rewards, 0)
+    values = torch.where(completion_mask != 0, values, 0)
+    delta = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values     # (B, T)
+    advantages = torch.zeros_like(delta)
+    advantage = torch.zeros_like(delta[:, 0])                                             # (B,)
+    for t in reversed(range(delta.size(1))):
+        advantage = delta[:, t] + gamma * lam * advantage
+        advantages[:, t] = advantage
+    return advantages, advantages + values
+
+
+def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
+    """Make PPO's token rewards: a KL penalty at every token, the answer's score at the last one.
+
+    r_t = -β·(log π_θ - log π_ref) + [t is the last real token]·score.
+    Source: DeepSeekMath eq. 2. GRPO has the KL in the loss instead, so that it does not blur the advantages.
+    Args: scores (B,), the r_i. Returns: (B, T) in reward units, 0 at padding.
+    """
+    assert scores.shape == logps.shape[:1], f"scores: got {scores.shape}; allowed is {logps.shape[:1]}"
+    assert completion_mask.shape == logps.shape, f"completion_mask: got {completion_mask.shape}; {logps.shape}"
+    mask = completion_mask != 0
+    penalty = torch.where(mask, -beta * grpo.kl_estimate(logps, ref_logps, estimator="k1"), 0)            # (B, T)
+    later_tokens = mask.flip(1).cumsum(1).flip(1) - mask.long()         # real tokens after t, (B, T)
+    return penalty + torch.where(mask & (later_tokens == 0), scores.unsqueeze(1), 0)
+
+
+def top_entropy_mask(entropies, completion_mask, quantile):
+    """Keep the tokens at which the policy is least sure: the top fraction of the real tokens by entropy.
+
+    mask_t = 1 where H_t >= the (1 - quantile)-quantile of all H; ties are kept.
+    Source: Wang et al. (arXiv:2506.01939), 20% of the tokens carry the learning; TRL's top_entropy_quantile.
+    Args: entropies (B, T); quantile, the fraction to keep. Returns: (B, T) of completion_mask's dtype.
+    """
+    assert entropies.shape == completion_mask.shape, (
+        f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
+    mask = completion_mask != 0
+    real = entropies[mask].double()                                     # one number for each real token
+    threshold = real.quantile(1 - quantile) if len(real) else 0.0
+    return (mask & (entropies >= threshold)).to(completion_mask.dtype)
+
+
+def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):
+    """Correct for a sampler whose log-probs differ slightly from the trainer's (other engine, precision).
+
+    w = min(exp(log π_old - log π_sampler), cap), of any shape; a constant (detach) that weights the advantages.
+    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl); TRL's vllm_importance_sampling_correction.
+    """
+    assert old_logps.shape == sampling_logps.shape, (
+        f"sampling_logps: got {sampling_logps.shape}; allowed is {old_logps.shape}")
+    return (old_logps - sampling_logps).exp().clamp(max=cap).detach()
