@@ -214,8 +214,8 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's token ratios.
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; GSPO: (B, 1).
     """
-    assert old_logps.shape == logps.shape, f"old_logps: got {old_logps.shape}; allowed is {logps.shape}"
     mask = completion_mask != 0
+    assert old_logps.shape == mask.shape == logps.shape, f"old_logps, completion_mask: allowed: {logps.shape}"
     log_ratio = torch.where(mask, logps - old_logps, 0)                                   # (B, T)
     if importance_sampling_level == "token":
         return log_ratio.exp()                                                            # (B, T)
@@ -243,8 +243,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     It is 0 where the token has already moved far enough in the direction of A. It is full where the token has
     moved in the other direction: the token has to come back. There, at A < 0, l grows with ρ without bound;
     delta (at least 1 + ε_high) caps the first ρ: min(ρ, δ), with gradient 0 beyond δ.
-    Source: DeepSeekMath eq. 3 (PPO's); delta: INTELLECT-2 (arXiv:2505.07291) §3.4.
-    Args: ratio (B, T), or (B, 1) at sequence level; advantages (B, T) or (B, 1).
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: (B, T) or (B, 1) both.
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
@@ -397,6 +396,7 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of each step's last token.
     Source: DeepSeekMath §4.1.3. Returns: (B, T), 0 at padding and where a group's step rewards are all equal.
     """
+    assert step_ends.shape == step_rewards.shape, f"step_ends: got {step_ends.shape}; allowed is (B, S)"
     (B, S), T = step_rewards.shape, completion_mask.size(1)
     assert step_rewards[(step_ends < 0) | (step_ends >= T)].isnan().all(), f"step_ends: allowed is < T = {T}"
     z = group_advantages(step_rewards.reshape(-1), num_generations * S, correction=correction, eps=eps)
@@ -916,7 +916,7 @@ def parse_options(argv):
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
-    options, _ = parser.parse_known_args(argv)                          # model and preset give the defaults
+    options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
     return parser.parse_args_into_dataclasses(argv)
 
