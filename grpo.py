@@ -25,14 +25,14 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     ε_low, ε_high   epsilon_low, epsilon_high        clip range 1 - ε_low ... 1 + ε_high
     β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
 
-The paper maximises J; the loss here is -J. Defaults are TRL's: "dapo", β = 0, one update on each batch. With
-one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its gradient
-is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
+The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on each batch.
+With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
+gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
 
-"Args" leaves out what the table tells. A mask may be bool, integer or float; values at padding, even NaN,
-affect no value and no gradient. A wrong shape or an unknown word is an error that names the argument.
-Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU, and top-k or
-top-p sampling, whose log-probs would not be the scorer's.
+The Args of a docstring leave out what the table tells. A mask may be bool, integer or float; values at
+padding, even NaN, affect no value and no gradient. A wrong shape or an unknown word is an error that names
+the argument. Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU,
+and top-k or top-p sampling, whose log-probs per_token_logps would not give.
 """
 
 import copy
@@ -108,12 +108,12 @@ def group_stats(rewards, num_generations, *, correction=1):
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} above {correction}")
-    r = rewards.reshape(-1, num_generations)                                              # (P, G)
+    groups = rewards.reshape(-1, num_generations)                                         # (P, G)
     # Measured from the lowest, equal rewards are exactly 0: the float32 mean of eight times 0.1 is not 0.1.
-    lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
-    above_lowest = r - lowest                                                             # (P, G)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1, keepdim=True)         # (P, 1)
+    above_lowest = groups - lowest                                                        # (P, G)
     mean = above_lowest.nanmean(1, keepdim=True)                                          # (P, 1)
-    count = (~r.isnan()).sum(1)                                                           # (P,), n
+    count = (~groups.isnan()).sum(1)                                                      # (P,), n
     std = ((above_lowest - mean).square().nansum(1) / (count - correction).clamp(min=0)).sqrt()  # 0/0 is NaN
     return (lowest + mean).squeeze(1), std
 
@@ -160,7 +160,7 @@ def make_completion_mask(completion_ids, eos_token_ids):
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device)).long()
-    return (is_eos.cumsum(1) - is_eos == 0).long()                      # as many EOS before t: 0
+    return (is_eos.cumsum(1) - is_eos == 0).long()                      # no EOS before t
 
 
 def selective_log_softmax(logits, index):
@@ -212,7 +212,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); its gradient is ρ·∇log π_θ.
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's token ratios.
-    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; GSPO: (B, 1).
+    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; or (B, 1).
     """
     mask = completion_mask != 0
     assert old_logps.shape == mask.shape == logps.shape, f"old_logps, completion_mask: allowed: {logps.shape}"
@@ -241,9 +241,9 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
         A > 0    -A·∇ρ             -A·∇ρ                0, clipped
         A < 0    0, clipped        -A·∇ρ                -A·∇ρ
     It is 0 where the token has already moved far enough in the direction of A. It is full where the token has
-    moved in the other direction: the token has to come back. There, at A < 0, l grows with ρ without bound;
-    delta (at least 1 + ε_high) caps the first ρ: min(ρ, δ), with gradient 0 beyond δ.
-    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: (B, T) or (B, 1) both.
+    moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high, l has no bound;
+    delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient 0 beyond δ.
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: each (B, T) or (B, 1).
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
@@ -256,7 +256,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1, never negative. Means over samples of π_θ:
-              value      gradient of the value, samples held fixed
+              value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0: as a loss it teaches nothing
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
@@ -279,13 +279,13 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
               num_items_in_batch=None, num_rows_in_batch=None):
     """Average the token losses; the variants differ in the denominator alone.
 
-    "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   all answers weigh the same, a token of a long answer less
-    "bnpo":    Σ l·m / Σ m of these rows   the mean over the tokens of this microbatch
-    "dr_grpo": Σ l·m / (B·T_max)           a fixed denominator: longer answers make a larger gradient
-    "dapo":    Σ l·m / N                   the mean over the N tokens sampled in this step
+    "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
+    "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
+    "dr_grpo": Σ l·m / (B·T_max)           a token weighs the same in every step, so long answers pull more
+    "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole step's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
-    the losses of the parts then add up to the loss of the whole. "bnpo" ignores both.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3, by group; TRL.
+    the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds 0, and counts in B.
     Gotcha: T_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
     """
@@ -317,20 +317,19 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     """Compute the GRPO loss from the functions above: loss = aggregate(l(ρ, A) + β·KL).
 
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
-    Args: advantages (B,) or (B, T), times the token's weight, if any. old_logps: None while on-policy.
-        ref_logps: for beta > 0. policy_loss: which l, "clip", "cispo" or "sapo". epsilon_high: None is
-        epsilon_low, or 5.0 with cispo, where it caps ρ. use_bias_correction_kl: ρ·KL in place of KL; its mean
-        gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556).
+    Args: advantages (B,) or (B, T). old_logps: None while on-policy. ref_logps: for beta > 0. policy_loss: l
+        is "clip", "cispo" or "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where it caps ρ.
+        use_bias_correction_kl: ρ·KL in place of KL; its mean gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
-    Gotcha: on-policy the "clip" loss is a mean of -A, often 0; its gradient, a mean of -A·∇log π, is not.
+    Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
     """
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
         assert x is None or x.shape == logps.shape, f"{name}: got {x.shape}; allowed is {logps.shape}"
     assert advantages.shape in (logps.shape, logps.shape[:1]), f"advantages: got {advantages.shape}, not (B,)"
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     if old_logps is None:
-        old_logps = logps               # on-policy: exp(logps - logps.detach()) is 1, its gradient is ∇log π
+        old_logps = logps.detach()      # on-policy: ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
     # Padding is emptied first: a NaN that is only multiplied by 0 later reaches the gradient (0·NaN = NaN).
     mask = completion_mask != 0
     logps = torch.where(mask, logps, 0)                                                   # (B, T)
@@ -422,7 +421,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
-    mask = (prompt_mask != 0).long().expand_as(prompt_ids)              # (P, L); grows with the cache
+    mask = (prompt_mask != 0).long()                                    # (P, L); grows with the cache
     live = torch.arange(len(mask) * num_generations, device=mask.device)    # (B,), rows that have not ended
     completion_ids = mask.new_full((len(live), max_completion_length), pad_token_id)      # (B, T_max)
     logps = torch.zeros_like(completion_ids, dtype=torch.promote_types(model.dtype, torch.float32))
@@ -433,7 +432,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new_ids.size(1):]
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
                            past_key_values=cache, use_cache=True)
-            logits = output.logits[:, -1].to(logps.dtype) / temperature                   # (live, V)
+            logits = output.logits[:, -1].to(logps.dtype) / temperature   # (live, V); at t = 0 still (P, V)
             cache = getattr(output, "past_key_values", None)
             if cache is None:
                 raise InputError(f"model: got {type(model).__name__}; allowed is one with past_key_values")
@@ -445,7 +444,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token = logits.argmax(-1)                                                 # (live,)
             else:                                                       # float32 would lose rare tokens
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)                  # (live, V)
-                drawn = uniforms[live, t, None].double() * cdf[:, -1:]                    # (live, 1)
+                drawn = uniforms[live, t, None].double() * cdf[:, -1:]  # (live, 1); the sum is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0].clamp(max=cdf.size(1) - 1)
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
@@ -489,8 +488,8 @@ class Rollout(NamedTuple):
     prompt_mask: torch.Tensor           # (B, L)
     completion_ids: torch.Tensor        # (B, T), right-padded
     completion_mask: torch.Tensor       # (B, T)
-    logps: torch.Tensor                 # (B, T), the sampler's record: not log π_old, but compared with it
-    entropies: torch.Tensor             # (B, T), the sampler's record
+    logps: torch.Tensor                 # (B, T), the sampler's: not log π_old, but compared with it
+    entropies: torch.Tensor             # (B, T), the sampler's
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
 
 
@@ -523,9 +522,9 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """TRL's names; there cispo and sapo are a loss_type, max_steps and ref_model_sync_steps count updates."""
+    """TRL's names. In TRL cispo and sapo are a loss_type; max_steps, ref_model_sync_steps count updates."""
     learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: and no warmup")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
@@ -536,14 +535,14 @@ class GRPOConfig:
     num_iterations: int = option(1, "mu, updates on each batch; at 1 the ratio is 1, and nothing clips")
     max_completion_length: int = option(512, "T_max, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring")
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how the losses of tokens are averaged")
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how token losses are averaged")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, and above it unless epsilon_high is given")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the cap of the ratio (5.0)")
     delta: float | None = option(None, "upper bound of the ratio where the advantage is negative")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
-    use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio, TRL's default")
+    use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio (True in TRL)")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
     mask_truncated_completions: bool = option(False, "learn nothing from completions without an EOS")
@@ -586,7 +585,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     """
     state = state or initial_state(policy, config)                                        # line 1
     policy.eval()                                               # dropout would change π in every pass
-    while state.step < config.max_steps:                                                  # 2, 4
+    while state.step < config.max_steps:                                                  # 2, 4: both loops
         started = time.perf_counter()
         if state.reference and config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                          # 3: π_ref ← π_θ
@@ -622,7 +621,7 @@ def initial_state(policy, config, saved=None):
     optimizer.param_groups[0] |= {"initial_lr": config.learning_rate, "weight_decay": config.weight_decay}
     step, mu = saved["step"] if saved else 0, config.num_iterations
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
-                              config.max_steps * mu, {"last_epoch": step * mu - 1})       # counts updates
+                              config.max_steps * mu, {"last_epoch": step * mu - 1})  # sets lr; counts updates
     return SimpleNamespace(             # whole: False between an update and the record of its step: no saving
         step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
@@ -658,7 +657,7 @@ def microbatches(advantages, rollout, config):
     """The mask of the loss (B, T); and the indices of the rows that learn, in parts of one pass each.
 
     A row without a token in the mask or, at β = 0, with no advantage but 0 has the gradient 0. It is skipped
-    (no forward, no backward pass) and still counts in the denominators of the loss.
+    (no forward, no backward pass). It still counts in B, and its tokens in the mask in N (see aggregate).
     """
     mask = rollout.completion_mask
     if config.mask_truncated_completions:
@@ -738,8 +737,8 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
     return {name: value.item() for name, value in metrics.items()}
 
 
-# Published settings; every other field keeps its default. At num_iterations = 1 ρ is 1: there the clip range,
-# gspo, cispo and sapo change nothing. (Their papers split a batch of samples into several updates.) dapo is
+# Published settings; every other field keeps its default. At num_iterations = 1 ρ is 1, and the clip range,
+# gspo, cispo and sapo do not change the gradient: their papers split a batch into several updates. dapo is
 # without its dynamic sampling and overlong punishment; cispo's cap is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
     "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
@@ -780,7 +779,7 @@ def tiny_model(tokenizer, seed):
 
 def tiny_problems(seed):
     """The 6,561 sums of 11 ... 99 without round numbers, in random order: to train on, and held out."""
-    numbers = [n for n in range(11, 100) if n % 10 > 0]
+    numbers = [x for x in range(11, 100) if x % 10 > 0]
     problems = [{"prompt": f"{x}+{y}=", "solution": str(x + y)} for x in numbers for y in numbers]
     numpy.random.default_rng([seed, 1]).shuffle(problems)
     return problems[500:], problems[:500]
@@ -896,7 +895,7 @@ def save_checkpoint(policy, tokenizer, state, folder):
 def make_output_dir(folder, checkpoint):
     """Claim the folder of this run: new or empty, or the one of the checkpoint from which it goes on."""
     home = os.path.dirname(os.path.abspath(checkpoint)) if checkpoint else None
-    names = ["grpo-output", *(f"grpo-output-{n}" for n in range(2, 10**4))]
+    names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     folder = folder or home or next(name for name in names if not os.path.exists(name))
     os.makedirs(folder, exist_ok=True)
     if os.path.abspath(folder) != home:
@@ -939,7 +938,7 @@ def run(config, options, argv):
         room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         folder = make_output_dir(config.output_dir, checkpoint)
-    except Exception as error:                                          # what a reader says of its file
+    except Exception as error:                                          # whatever a loader raised
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     try:
