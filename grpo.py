@@ -324,10 +324,10 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
     Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
     """
+    assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
         assert x is None or x.shape == logps.shape, f"{name}: got {x.shape}; allowed is {logps.shape}"
     assert advantages.shape in (logps.shape, logps.shape[:1]), f"advantages: got {advantages.shape}, not (B,)"
-    assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     if old_logps is None:
         old_logps = logps.detach()      # on-policy: ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
     # Padding is emptied first: a NaN that is only multiplied by 0 later reaches the gradient (0·NaN = NaN).
