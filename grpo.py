@@ -65,19 +65,20 @@ def text_of(completion):
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
 
-    The answer follows the last </think>, or is the whole text; if it has a \boxed{}, what the last one holds.
+    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} without inner
+    braces holds, if there is one.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers and formulas: worked_examples/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
     boxes = [re.findall(r"\\boxed\{([^{}]*)\}", answer) or [answer] for answer in answers]
-    right = ["" if text is None else str(text).strip() for text in solution]
-    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, right, strict=True)]
+    wanted = ["" if text is None else str(text).strip() for text in solution]
+    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, wanted, strict=True)]
 
 
 def think_format_reward(completions, **kwargs):
     """Give 1 to a text that begins with its only <think>...</think> and then has an answer, else 0.
 
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also takes a second </think>, and an empty answer.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also accepts a second </think>, and an empty answer.
     """
     texts = [text_of(completion) for completion in completions]
     one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]
@@ -93,7 +94,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     reward_weights = [1.0] * rewards_per_func.size(1) if reward_weights is None else reward_weights
     dtype = torch.result_type(rewards_per_func, 1.0)                    # integers become floats
     weights = torch.as_tensor(reward_weights, dtype=dtype, device=rewards_per_func.device)              # (F,)
-    assert weights.shape == rewards_per_func.shape[1:], f"reward_weights: got {weights.shape}; allowed: (F,)"
+    assert weights.shape == rewards_per_func.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
     return (rewards_per_func * weights).nansum(1).masked_fill(rewards_per_func.isnan().all(1), torch.nan)
 
 
@@ -103,7 +104,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of each group's n rewards (those that are not NaN).
 
     mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)).
-    Source: DeepSeekMath §4.1.2, which leaves correction open: 1 in TRL and CS336. Returns: (P,), (P,).
+    correction = 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 (the source) does not say. Returns: (P,), (P,).
     """
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
@@ -186,7 +187,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                     compute_entropy=False):
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
-    log π = log softmax(logits / temperature)[o_t]: use the sampler's temperature, or another policy learns.
+    log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
     Source: TRL's _get_per_token_logps_and_entropies.
     Args: prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
@@ -336,28 +337,28 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     old_logps = torch.where(mask, old_logps.detach(), 0)                                  # (B, T)
     advantages = torch.where(mask, advantages if advantages.dim() == 2 else advantages.unsqueeze(1), 0)
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=importance_sampling_level)
-    lowest, highest = 0.0, torch.inf                                    # the range in which ρ is not clipped
+    lower, upper = 0.0, torch.inf                                       # the range in which ρ is not clipped
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
-        lowest, highest = 1 - epsilon_low, 1 + epsilon_high
+        lower, upper = 1 - epsilon_low, 1 + epsilon_high
         per_token_loss = clipped_surrogate_loss(
             ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
     elif policy_loss == "cispo":
-        highest = 5.0 if epsilon_high is None else epsilon_high
-        per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=highest)
+        upper = 5.0 if epsilon_high is None else epsilon_high
+        per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=upper)
     elif policy_loss == "sapo":
         per_token_loss = sapo_loss(ratio, advantages)
     else:
         raise ValueError(f"policy_loss: got {policy_loss!r}; allowed is 'clip', 'cispo' or 'sapo'")
     num_tokens = float(num_items_in_batch or max(mask.sum(), 1))
-    low = ((ratio < lowest) & (advantages < 0)).sum().item() / num_tokens
-    high = ((ratio > highest) & (advantages > 0)).sum().item() / num_tokens
+    low = ((ratio < lower) & (advantages < 0)).sum().item() / num_tokens
+    high = ((ratio > upper) & (advantages > 0)).sum().item() / num_tokens
     metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     if ref_logps is not None:
         kl = kl_estimate(logps, torch.where(mask, ref_logps.detach(), 0))                 # (B, T)
         kl = kl * ratio if use_bias_correction_kl else kl
         metrics["kl"] = kl.sum().item() / num_tokens
-    if beta > 0:
+    if beta != 0:
         per_token_loss = per_token_loss + beta * kl                     # a clipped token keeps KL's gradient
     loss = aggregate(per_token_loss, mask, loss_type=loss_type, max_completion_length=max_completion_length,
                      num_items_in_batch=num_items_in_batch, num_rows_in_batch=num_rows_in_batch)
@@ -378,9 +379,9 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
 
 
 def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: as ρ moves away from 1, the gradient fades but is never cut off.
+    """Replace the clip by a sigmoid σ: the gradient is -A·∇ρ at ρ = 1, fades away from it, is never cut off.
 
-    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; at ρ = 1 ∇l = -A·∇ρ.
+    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at ρ = 1.
     Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
@@ -399,8 +400,8 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     (B, S), T = step_rewards.shape, completion_mask.size(1)
     assert step_rewards[(step_ends < 0) | (step_ends >= T)].isnan().all(), f"step_ends: allowed is < T = {T}"
     z = group_advantages(step_rewards.reshape(-1), num_generations * S, correction=correction, eps=eps)
-    earns = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)            # (B, S, T)
-    return (z.reshape(B, S, 1) * earns).sum(1).masked_fill(completion_mask == 0, 0)       # (B, T)
+    credited = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)         # (B, S, T)
+    return (z.reshape(B, S, 1) * credited).sum(1).masked_fill(completion_mask == 0, 0)       # (B, T)
 
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
@@ -460,8 +461,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     if not logps.isfinite().all():
         raise FloatingPointError(f"the weights or logits of this {type(model).__name__} are not finite")
     completion_mask = make_completion_mask(completion_ids, eos)
-    T = completion_mask.sum(1).max()
-    return completion_ids[:, :T], completion_mask[:, :T], logps[:, :T], entropies[:, :T]
+    longest = completion_mask.sum(1).max()                                                # T
+    return tuple(x[:, :longest] for x in (completion_ids, completion_mask, logps, entropies))
 
 
 def encode_prompts(tokenizer, prompts, device):
@@ -493,25 +494,25 @@ class Rollout(NamedTuple):
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
 
 
-def sample_rollout(policy, tokenizer, batch, config, step):
-    """Algorithm 1, line 7: sample G answers to each question of the batch."""
+def sample_rollout(policy, tokenizer, questions, config, step):
+    """Algorithm 1, line 7: sample G answers to each question."""
     G, T_max, device = config.num_generations, config.max_completion_length, policy.device
-    prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)
+    prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
     # The random numbers follow from (seed, step), so a resumed run needs no saved random state. 4 stands for
     # sampling; 1, 2 and 3 for the tiny task's problems, its cold start, and the batches.
     rng = numpy.random.default_rng([config.seed, 4, step])
-    uniform = torch.tensor(rng.random((len(batch) * G, T_max)), device=device)            # (B, T_max)
+    uniform = torch.tensor(rng.random((len(questions) * G, T_max)), device=device)            # (B, T_max)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
             policy, prompt_ids, prompt_mask, max_completion_length=T_max, uniforms=uniform, num_generations=G,
             eos_token_ids=eos, pad_token_id=tokenizer.pad_token_id, temperature=config.temperature)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if not isinstance(batch[0]["prompt"], str):
+    if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return Rollout([row for row in batch for _ in range(G)], completions, prompt_ids.repeat_interleave(G, 0),
-                   prompt_mask.repeat_interleave(G, 0), completion_ids, completion_mask, logps, entropies,
-                   terminated=torch.isin(completion_ids, eos).any(1))
+    return Rollout([row for row in questions for _ in range(G)], completions,
+                   prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
+                   completion_ids, completion_mask, logps, entropies, torch.isin(completion_ids, eos).any(1))
 
 
 # §10 Training: Algorithm 1 of the paper -------------------------------------------------------------------
@@ -526,9 +527,9 @@ class GRPOConfig:
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
-    weight_decay: float = option(0.0, "AdamW's weight decay")
+    weight_decay: float = option(0.0, "AdamW's weight decay, of all weights")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps of sampling and learning, all together")
+    max_steps: int = option(100, "steps in all; each samples one batch and makes mu updates")
     num_generations: int = option(8, "G, completions for each prompt")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     per_device_train_batch_size: int = option(8, "rows in one forward and backward pass: memory, not maths")
@@ -540,7 +541,7 @@ class GRPOConfig:
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, and above it unless epsilon_high is given")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the cap of the ratio (5.0)")
-    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative")
+    delta: float | None = option(None, "caps the unclipped ratio; above 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio (True in TRL)")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
@@ -579,8 +580,8 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
     π_old is not a copy of the policy (line 6): log π_old is what the first update computes before its step.
     Line 12, a reward model that learns, is in worked_examples/iterative_grpo.py.
-    Args: policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer. dataset: dicts
-        with "prompt" and further columns. compute_advantages: from rewards (B, F) to (B,) or (B, T).
+    Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
+        dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
     Yields: after each step the state, the Rollout and the metrics (of the last update), under TRL's names.
     """
     state = state or initial_state(policy, config)                                        # line 1
@@ -589,8 +590,8 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         started = time.perf_counter()
         if state.reference and config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                          # 3: π_ref ← π_θ
-        batch = sample_batch(dataset, config, state.step)                                 # 5
-        rollout = sample_rollout(policy, tokenizer, batch, config, state.step)            # 7
+        questions = sample_batch(dataset, config, state.step)                             # 5
+        rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
         ref_logps = reference_logps(state, rollout, advantages, config) if state.reference else None
@@ -627,7 +628,7 @@ def initial_state(policy, config, saved=None):
 
 
 def sample_batch(dataset, config, step):
-    """Algorithm 1, line 5: the B / G prompts of a step."""
+    """Algorithm 1, line 5: the B / G prompts of a step, drawn afresh each step (there are no epochs)."""
     count = config.generation_batch_size // config.num_generations
     rng = numpy.random.default_rng([config.seed, 3, step])
     return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
@@ -645,7 +646,7 @@ def compute_rewards(reward_funcs, rollout):
         rows = [copy.deepcopy(row) for row in rollout.rows]             # what a function changes is its own
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         columns |= {"prompts": columns.pop("prompt"), "completions": copy.deepcopy(rollout.completions)}
-        rewards = list(function(completion_ids=copy.deepcopy(ids), **columns))
+        rewards = list(function(**columns | {"completion_ids": copy.deepcopy(ids)}))
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
             name = reward_name(function)
             raise InputError(f"reward function {name}: got {rewards!r:.99}; allowed is {len(ids)} numbers")
@@ -732,8 +733,8 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
         "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens
         # sampler against scorer: if it is more than rounding, a position, temperature or mask is wrong
         "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().max()}
-    for reward_func, rewards in zip(reward_funcs, rewards_per_func.T):
-        metrics[f"rewards/{reward_name(reward_func)}/mean"] = rewards.nanmean()
+    for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
+        metrics[f"rewards/{reward_name(function)}/mean"] = rewards_of_function.nanmean()
     return {name: value.item() for name, value in metrics.items()}
 
 
@@ -829,7 +830,7 @@ def load_dataset(path):
     with open(path, "rb") as file:                                      # json.loads decodes UTF-8
         lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
     rows = []
-    for number, line in lines or [(1, b"an empty file")]:
+    for number, line in lines or [(1, b"an empty file")]:               # which is no JSON, and so an error
         try:
             rows.append(json.loads(line))
             first, prompt = rows[0], rows[-1]["prompt"]
@@ -844,7 +845,6 @@ def load_dataset(path):
 def load_model(name, seed=0):
     """A float32 causal LM and its tokenizer: tiny, or a folder or hub name, whose own code never runs."""
     if name == "tiny":
-        torch.set_num_threads(1)                                        # several would wait for each other
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -912,17 +912,18 @@ def parse_options(argv):
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
                         "; accuracy compares texts, worked_examples/math_reward.py numbers and formulas")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
-    return parser.parse_args_into_dataclasses(argv)
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
 def run(config, options, argv):
     """The job of a command line, from what the user gave to the last line of output."""
     is_tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
+    torch.set_num_threads(1 if is_tiny else torch.get_num_threads())    # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     try:
         assert is_tiny == (options.dataset is None), "dataset: allowed is --dataset FILE.jsonl, none for tiny"
@@ -934,18 +935,18 @@ def run(config, options, argv):
         if checkpoint:
             saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         policy, tokenizer = load_model(checkpoint or options.model, config.seed)
-        prompt_ids, _ = encode_prompts(tokenizer, [row["prompt"] for row in dataset], "cpu")
-        room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in dataset)
+        room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         folder = make_output_dir(config.output_dir, checkpoint)
-    except Exception as error:                                          # whatever a loader raised
+    except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if is_tiny and not checkpoint:
             cold_start(policy, tokenizer, dataset, config.seed)
         if is_tiny:
-            print("before GRPO:")
+            print("at the checkpoint:" if checkpoint else "before GRPO:")
             before = held_out_accuracy(policy, tokenizer, held_out)
         state = initial_state(policy, config, saved)
         if checkpoint:
@@ -967,7 +968,7 @@ def run(config, options, argv):
 
 
 def log_and_save(steps, policy, tokenizer, state, config, folder):
-    """Show and log each step of train; save some steps and the last one, even after an error or Ctrl-C."""
+    """Log each step of train; save some steps and the last one, also after an error, but never mid-step."""
     try:
         for _, _, metrics in tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
             with open(f"{folder}/metrics.jsonl", "a") as file:
