@@ -108,12 +108,12 @@ def group_stats(rewards, num_generations, *, correction=1):
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} above {correction}")
-    r = rewards.reshape(-1, num_generations)                                              # (P, G)
+    grouped = rewards.reshape(-1, num_generations)                                        # (P, G)
     # Measured from the lowest, equal rewards are exactly 0: the float32 mean of eight times 0.1 is not 0.1.
-    lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
-    above_lowest = r - lowest                                                             # (P, G)
+    lowest = torch.where(grouped.isnan(), torch.inf, grouped).amin(1, keepdim=True)       # (P, 1)
+    above_lowest = grouped - lowest                                                       # (P, G)
     mean = above_lowest.nanmean(1, keepdim=True)                                          # (P, 1)
-    count = (~r.isnan()).sum(1)                                                           # (P,), n
+    count = (~grouped.isnan()).sum(1)                                                     # (P,), n
     std = ((above_lowest - mean).square().nansum(1) / (count - correction).clamp(min=0)).sqrt()  # 0/0 is NaN
     return (lowest + mean).squeeze(1), std
 
