@@ -17,12 +17,12 @@ import copy
 import functools
 import importlib.util
 import inspect
-import itertools
 import math
 import os
 import re
 import sys
 import time
+import traceback
 import types
 import warnings
 from pathlib import Path
@@ -37,20 +37,9 @@ nan, inf = math.nan, math.inf
 settings.register_profile("grpo", deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
                           max_examples=int(os.environ.get("GRPO_EXAMPLES", 40)))
 settings.load_profile("grpo")
-warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # these two are marks of this file's own
-errors = pytest.mark.errors
-
-
-def beyond(step):
-    """Mark a test, or a row of a table: only grpo.py and `-m beyond` are asked for it."""
-    return pytest.mark.beyond(step=step)
-
-
-def options(*rows):
-    """A test for each of these keyword arguments, and first for none at all."""
-    return pytest.mark.parametrize("options", [{}, *rows], ids=str)
-
-
+warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's own
+beyond = lambda step: pytest.mark.beyond(step=step)                     # for grpo.py, and where -m beyond asks for it
+options = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=str)        # a test for each, and for none
 any_scale = options(dict(scale_rewards="batch"), dict(scale_rewards="none"))
 
 # What Hypothesis draws ------------------------------------------------------------------------------------------------
@@ -134,12 +123,12 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
 @beyond("text")
 @of_texts
 def test_a_reward_of_a_hostile_text_is_0_at_once(name):
-    """r = 0 within 1 s for 100,000 characters, however they repeat"""
+    """r = 0 within 2 s for 100,000 characters, however they repeat"""
     texts = ["1" * 10**5, "\\boxed{" * 15_000, "\\boxed{" + "{" * 10**5, "</think>" * 12_000, "<think>" * 10**4,
              "<think>" + "<" * 10**5 + "</think>", "<think></think>" + " " * 10**5]
     started = time.process_time()
     expect(numbers(getattr(grpo, name)(completions=texts, solution=["7"] * len(texts))), [0.0] * len(texts))
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("rewards, weights, want", [                                            # page 7
@@ -312,10 +301,11 @@ def log_softmax(logits):
     return grpo.selective_log_softmax(f64(logits).expand(1, V, V), torch.arange(V)[None])[0]
 
 
-def test_selective_log_softmax_matches_the_worked_numbers():
-    """log p = z - log Σ exp(z): logits 2, 1, 0 at the temperatures 1 and 0.5 (page 8)"""
+def test_selective_log_softmax_and_entropy_from_logits_match_the_worked_numbers():
+    """log p = z - log Σ exp(z): logits 2, 1, 0 at the temperatures 1 and 0.5 (page 8); H = -Σ p·log p"""
     expect(log_softmax([2.0, 1.0, 0.0]), [-0.4076, -1.4076, -2.4076], 5e-5)
     expect(log_softmax([4.0, 2.0, 0.0]), [-0.1429, -2.1429, -4.1429], 5e-5)
+    expect(entropy([2.0, 1.0, 0.0]), 0.8324, 5e-5)
 
 
 @given(st.lists(st.tuples(st.lists(logit, min_size=3, max_size=3), st.integers(0, 2)), min_size=1, max_size=3))
@@ -332,20 +322,6 @@ def test_selective_log_softmax_adds_up_to_1_and_does_not_see_a_shift_of_the_logi
     """Σ_v p(v) = 1, and log p(z + c) = log p(z): logits have no zero point, exp(1000) is no overflow"""
     expect(log_softmax(logits).exp().sum(), 1.0)
     expect(log_softmax([z + 1000 for z in logits]), log_softmax(logits))
-
-
-@given(words, st.integers(0, 1))
-def test_selective_log_softmax_pushes_the_word_up_and_all_others_down(logits, o):
-    """∂log p(o)/∂z_v = [v = o] - p(v), which sum to 0"""
-    logp_of = lambda z: grpo.selective_log_softmax(z[None, None], torch.tensor([[o]]))
-    want = [float(v == o) - math.exp(x) for v, x in enumerate(oracle_log_softmax(logits))]
-    expect(slope(logp_of, f64(logits)), want)
-
-
-def test_entropy_from_logits_matches_the_worked_numbers():
-    """H = -Σ p·log p: logits 2, 1, 0 (page 8), and two words that are equally likely"""
-    expect(entropy([2.0, 1.0, 0.0]), 0.8324, 5e-5)
-    expect(entropy([5.0, 5.0]), math.log(2))
 
 
 @given(words)
@@ -378,9 +354,8 @@ def make_model(kind):
     import transformers
     sizes = dict(vocab_size=12, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=16,
                  num_attention_heads=4, max_position_embeddings=32)
-    more = dict(GPT2={}, OPT=dict(word_embed_proj_dim=16, ffn_dim=32),
-                Llama=dict(intermediate_size=32, num_key_value_heads=2))[kind]
-    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    more = dict(GPT2={}, OPT=dict(word_embed_proj_dim=16), Llama=dict(intermediate_size=32, num_key_value_heads=2))
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more[kind])
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     torch.manual_seed(0)
     for p in model.parameters():
@@ -408,11 +383,8 @@ def oracle_logps(model, rows, temperature=1.0):
         yield logps[range(len(answer)), answer], -(logps.exp() * logps).sum(-1)
 
 
-models = pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions")),
-                                          pytest.param("OPT", marks=beyond("positions"))])
-
-
-@models
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions")),
+                                  pytest.param("OPT", marks=beyond("positions"))])
 @options(dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
 @few
 @given(prompts_and_answers)
@@ -493,10 +465,8 @@ def test_importance_ratio_matches_the_oracle(options, rows):
     """ρ = exp(log π - log π_old) (DeepSeekMath eq. 3); s = exp(1/|o|·Σ_t log ρ_t) (GSPO eq. 7), in shape (B, 1)"""
     logps, old, mask = columns(rows)
     got, want = grpo.importance_ratio(logps, old, mask, **options), [oracle_ratios(row, **options) for row in rows]
-    if options:
-        expect(got, [row[:1] for row in want])
-    else:
-        expect(got[mask == 1], sum(want, []))
+    assert got.shape == (len(rows), 1 if options else mask.size(1))
+    expect(got.expand_as(mask)[mask == 1], sum(want, []))
 
 
 @options(SEQUENCE)
@@ -645,7 +615,7 @@ def test_kl_estimate_k3_is_never_negative_in_float32(n, scale, p):
 
 @given(three, three)
 def test_kl_estimate_k1_and_k3_have_the_kl_as_their_mean(p, q):
-    """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref); that of k2 is another number"""
+    """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref)"""
     want = sum(x * math.log(x / y) for x, y in zip(p, q))
     p, logps, ref = f64(p), f64(p).log(), f64(q).log()
     expect(p @ kl(logps, ref, estimator="k1"), want)
@@ -803,8 +773,7 @@ solutions = st.lists(st.tuples(st.integers(1, 4), step, step), min_size=4, max_s
 
 def process(solutions, G=2, **options):
     """(B, T): the advantages of the tokens of solutions, each its length and its graded steps."""
-    mask = torch.arange(max(n for n, *_ in solutions)) < torch.tensor([n for n, *_ in solutions])[:, None]
-    mask = torch.nn.functional.pad(mask.double(), (0, 6 - mask.size(1)))
+    mask = f64([[float(t < n) for t in range(6)] for n, *_ in solutions])
     grades, ends = (torch.tensor([[step[k] for step in steps] for _, *steps in solutions]) for k in (0, 1))
     return grpo.process_advantages(grades.double(), ends, mask, G, **options)
 
@@ -959,14 +928,6 @@ def test_grpo_loss_on_policy_has_the_gradient_of_reinforce(options, rows, data):
     expect(got[0] if "policy_loss" not in options else f64(sum(want)), sum(want))
 
 
-@given(st.lists(number, min_size=3, max_size=3), st.lists(reward, min_size=3, max_size=3))
-def test_grpo_loss_climbs_the_expected_reward(logits, rewards):
-    """Σ_o π(o)·∇loss(o) = -∇ Σ_o π(o)·r(o) at A = r, on-policy: what a step follows is the reward's own gradient"""
-    chance, one = f64(logits).softmax(0), torch.ones(3, 1)
-    loss = lambda z: grpo.grpo_loss(z.log_softmax(0)[:, None], 3 * chance * f64(rewards), one)[0]
-    expect(slope(loss, f64(logits)), -slope(lambda z: z.softmax(0) * f64(rewards), f64(logits)))
-
-
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps"])
 @options(CISPO, SAPO, SEQUENCE | BIAS)
 @given(answers(*whole_token))
@@ -985,17 +946,6 @@ def test_grpo_loss_metrics_match_the_oracle(options, rows):
     want = oracle_loss(rows, **options)[1]
     metrics = {name: x for name, x in loss_of(rows, **options)[1].items() if name in want}
     expect(f64(list(metrics.values())), [want[name] for name in metrics])
-
-
-@beyond("metrics")
-@one_option
-@given(answers(*whole_token))
-def test_grpo_loss_metrics_are_floats_under_these_names(options, rows):
-    """clip_ratio/low_mean, /high_mean, /region_mean; kl where there is a reference, at β = 0 too"""
-    names = ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    plain, kept = ({k: v for k, v in options.items() if k != "beta"}, dict(beta=0.0) | options)
-    for metrics, want in ((loss_of(rows, **plain)[1], names), (loss_of(rows, **kept)[1], names + ["kl"])):
-        assert list(metrics) == want and set(map(type, metrics.values())) == {float}
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -1017,7 +967,7 @@ def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, loss_type, part
 
 @beyond("empty")
 @every_loss_type
-@options(SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS)
+@options(SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS, dict(beta=0.0))
 @given(st.lists(st.lists(st.tuples(*whole_token), max_size=3), max_size=3))
 def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
     """It is one of grpo's and dr_grpo's rows, has no gradient and no metrics; without any token all is 0, never 0/0"""
@@ -1027,6 +977,7 @@ def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
     loss, got = loss_of(rows, **options)
     expect(loss, want)
     expect(f64(list(got.values())), list(metrics.values()))
+    assert list(got) == list(metrics) and set(map(type, got.values())) == {float}
     expect(slope(lambda x: loss_of(rows, x, **options)[0], logps)[mask == 1], oracle_slopes(rows, **options), 1e-6)
 
 
@@ -1100,7 +1051,6 @@ CALLS = {  # a call, and what the result is like
     "combine_rewards": (lambda t: grpo.combine_rewards(t.X, t.X[0]), "R"),
     "group_stats": (lambda t: torch.cat(grpo.group_stats(t.R, 2)), "R"),
     "group_advantages": (lambda t: grpo.group_advantages(t.R, 2), "R"),
-    "group_advantages none": (lambda t: grpo.group_advantages(t.R, 2, scale_rewards="none"), "R"),
     "broadcast_advantages": (lambda t: grpo.broadcast_advantages(t.R, t.M), "X"),
     "process_advantages": (lambda t: grpo.process_advantages(t.X, t.I, t.M, 2), "X"),
     "make_completion_mask": (lambda t: grpo.make_completion_mask(t.I, 1), "I"),
@@ -1110,13 +1060,11 @@ CALLS = {  # a call, and what the result is like
     "importance_ratio sequence": (lambda t: grpo.importance_ratio(t.X, t.X, t.M, **SEQUENCE), "C"),
     "clip_ratio": (lambda t: grpo.clip_ratio(t.R), "R"), "kl_estimate": (lambda t: grpo.kl_estimate(t.S, t.S), "S"),
     "clipped_surrogate_loss": (lambda t: grpo.clipped_surrogate_loss(t.X, t.X, delta=2.0), "X"),
-    "clipped_surrogate_loss of answers": (lambda t: grpo.clipped_surrogate_loss(t.C, t.C), "C"),
     "cispo_loss": (lambda t: grpo.cispo_loss(t.X, t.C, t.C), "X"),
     "sapo_loss": (lambda t: grpo.sapo_loss(t.C, t.X), "X"),
     "aggregate": (lambda t: grpo.aggregate(t.X, t.M, **limit("dr_grpo")), "S"),
     "grpo_loss": (lambda t: grpo.grpo_loss(t.X, t.R, t.M, old_logps=t.X, ref_logps=t.X, beta=0.1)[0], "S"),
-    "grpo_loss cispo": (lambda t: grpo.grpo_loss(t.X, t.X, t.M, **CISPO)[0], "S"),
-    "grpo_loss sapo": (lambda t: grpo.grpo_loss(t.X, t.R, t.M, **SAPO)[0], "S")}
+    "grpo_loss cispo": (lambda t: grpo.grpo_loss(t.X, t.X, t.M, **CISPO)[0], "S")}
 
 
 @beyond("dtypes")
@@ -1131,8 +1079,7 @@ def test_a_function_keeps_the_dtype_and_changes_no_argument(name, dtype):
 
 
 WRONG = {  # what the error names, and calls whose result would be wrong without a word, or an error in torch's words
-    "reward_weights": [lambda t: grpo.combine_rewards(t.X, [1.0, 2.0]), lambda t: grpo.combine_rewards(t.X, t.X)],
-    "rewards": [lambda t: grpo.group_stats(t.X, 2), lambda t: grpo.group_advantages(t.C, 2)],
+    "reward_weights": [lambda t: grpo.combine_rewards(t.X, [1.0, 2.0])], "rewards": [lambda t: grpo.group_stats(t.X, 2)],
     "num_generations": [*[lambda t, G=G: grpo.group_stats(t.R, G) for G in (0, 1, 3, 8)],
                         lambda t: grpo.group_stats(t.R, 2, correction=2), lambda t: grpo.group_advantages(t.R, 3),
                         lambda t: grpo.process_advantages(t.X, t.I, t.M, 3)],
@@ -1152,8 +1099,7 @@ WRONG = {  # what the error names, and calls whose result would be wrong without
                   *[lambda t, like=like: grpo.grpo_loss(t.X, t.R, t.M, ref_logps=vars(t)[like]) for like in "RCS"],
                   lambda t: grpo.grpo_loss(t.X, t.R, t.M, beta=0.1)],
     "estimator": [lambda t: grpo.kl_estimate(t.X, t.X, estimator="k4")],
-    "per_token_loss": [lambda t: grpo.aggregate(t.R, t.M, loss_type="dapo"),
-                       lambda t: grpo.aggregate(t.X, t.M[:, :1], loss_type="grpo")],
+    "per_token_loss": [lambda t, like=like: grpo.aggregate(vars(t)[like], t.M, loss_type="dapo") for like in "RS"],
     "loss_type": [lambda t: grpo.aggregate(t.X, t.M, loss_type="mean")],
     "max_completion_length": [lambda t: grpo.aggregate(t.X, t.M, loss_type="dr_grpo")],
     "completion_mask": [lambda t: grpo.grpo_loss(t.X, t.R, t.M[0]), lambda t: grpo.grpo_loss(t.X, t.R, t.M[:, :1]),
@@ -1161,7 +1107,7 @@ WRONG = {  # what the error names, and calls whose result would be wrong without
     "policy_loss": [lambda t: grpo.grpo_loss(t.X, t.R, t.M, policy_loss="ppo")]}
 
 
-@errors
+@pytest.mark.errors
 @pytest.mark.parametrize("argument, call", [(name, call) for name in WRONG for call in WRONG[name]])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(argument, call):
     """A (B,) that would broadcast against (B, T), a B that is no multiple of G, an unknown word: never silent"""
@@ -1171,23 +1117,13 @@ def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(argument, cal
 
 # The file as a text: to be pasted, and to be stepped through ----------------------------------------------------------
 
-def functions():
-    """The functions of the file under test, by name."""
-    own = {name: f for name, f in vars(grpo.module).items() if inspect.isfunction(f)}
-    return {name: f for name, f in own.items() if f.__module__ == grpo.module.__name__}
-
-
-def taken_along(name):
-    """The functions that a function calls, and those that they call, itself included."""
-    return {name}.union(*[taken_along(other) for other in functions()[name].__code__.co_names if other in functions()])
-
-
 @beyond("file")
 @pytest.mark.parametrize("name, most", [("group_advantages", 2), ("clipped_surrogate_loss", 2), ("grpo_loss", 8)])
 def test_a_function_can_be_pasted_with_those_that_it_calls(name, most, monkeypatch):
     """`import torch` and at most this many functions are a whole file"""
-    needed, pasted = taken_along(name), types.ModuleType("pasted")
-    exec("import torch\n\n\n" + "\n\n\n".join(inspect.getsource(functions()[x]) for x in needed), vars(pasted))
+    needed, pasted = {name} | grpo.called_by(getattr(grpo.module, name)), types.ModuleType("pasted")
+    sources = [inspect.getsource(getattr(grpo.module, x)) for x in needed]
+    exec("\n\n\n".join(["import torch", *sources]), vars(pasted))
     assert len(needed) <= most, sorted(needed)
     calls = [call for key, (call, _) in CALLS.items() if key.split()[0] == name]
     want = [call(tensors()) for call in calls]
@@ -1205,10 +1141,9 @@ def test_a_debugger_comes_from_the_loss_to_the_ratio_in_a_few_steps():
         stops.append(f"{frame.f_code.co_name}: {event}")                # pdb, too, stops at calls, lines and returns
         return trace
 
-    before = sys.gettrace()
     sys.settrace(trace)
     loss(t.X, t.R, t.M, old_logps=t.X, ref_logps=t.X, beta=0.1)
-    sys.settrace(before)
+    sys.settrace(None)
     assert stops.index("importance_ratio: line") <= 30, stops
 
 
@@ -1222,16 +1157,16 @@ def names_in(code):
 def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_command():
     """No decorator is in between; no local is called r, n, s, c, l, a, p, q, w, u, d, b or j, as pdb's commands are"""
     lines = inspect.getsource(grpo.module).splitlines()
-    for name, function in functions().items():
-        assert lines[function.__code__.co_firstlineno - 1].startswith(f"def {name}("), f"{name} is not where its def is"
-        assert not set("rnsclapqwudbj") & names_in(function.__code__), f"{name} has {names_in(function.__code__)}"
+    for name, function in inspect.getmembers(grpo.module, inspect.isfunction):
+        if function.__module__ == grpo.module.__name__:
+            assert lines[function.__code__.co_firstlineno - 1].startswith(f"def {name}("), name
+            assert not set("rnsclapqwudbj") & names_in(function.__code__), f"{name}: {names_in(function.__code__)}"
 
 
 # Plumbing: the file under test, and what a failure says ---------------------------------------------------------------
 
 torch.set_num_threads(1)
 HERE, STUDENTS = Path(__file__).resolve().parent, os.environ.get("GRPO_MODULE")
-LEVELS = "beyond", "errors"
 
 
 class FileUnderTest:
@@ -1266,12 +1201,11 @@ class FileUnderTest:
                 raise
             pytest.skip(f"{traceback.extract_tb(error.__traceback__)[-1].name} is not written yet")
         except Exception as error:
-            error.add_note("\n    ".join([*the_law(), f"got       {type(error).__name__} from {name}"]))
-            self.failed.add(name)
+            error.add_note("\n    ".join([*the_law()[1:], f"got       {type(error).__name__} from {name}"]))
             raise
 
     def called_by(self, function):
-        names = getattr(getattr(function, "__code__", None), "co_names", ())
+        names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
         called = {name for name in names if inspect.isfunction(getattr(self.module, name, None))}
         return called.union(*[self.called_by(getattr(self.module, name)) for name in called])
 
@@ -1284,7 +1218,7 @@ LLAMA = max(TOLERANCE, 1e-5) if STUDENTS else 1e-9          # without position i
 @pytest.fixture(autouse=True)
 def formula_first(request):
     """Of another file than grpo.py, what goes beyond the formula is asked by -m alone."""
-    for mark in LEVELS:
+    for mark in ("beyond", "errors"):
         if STUDENTS and request.node.get_closest_marker(mark) and mark not in request.config.option.markexpr:
             pytest.skip(f"not the formula: -m {mark} asks for it")
 
@@ -1302,9 +1236,11 @@ def expect(got, want, tolerance=None):
     """Compare two tensors. A failure shows the law and the arguments of the test, what was expected and what came."""
     __tracebackhide__ = True
     want, tolerance = f64(want).detach(), TOLERANCE if tolerance is None else tolerance
-    if got.shape == want.shape and torch.allclose(got.detach().double(), want, tolerance, tolerance, equal_nan=True):
-        return
-    shown = lambda x: re.sub(r"\d+\.\d+(e-\d+)?", lambda x: f"{float(x[0]):.8g}", str(x.tolist()))
+    if isinstance(got, torch.Tensor) and got.shape == want.shape:
+        if torch.allclose(got.detach().double(), want, tolerance, tolerance, equal_nan=True):
+            return
+    numbers = lambda x: str(x.tolist() if isinstance(x, torch.Tensor) else x)
+    shown = lambda x: re.sub(r"\d+\.\d+(e-\d+)?", lambda x: f"{float(x[0]):.8g}", numbers(x))
     test, law, *inputs = the_law()
     if STUDENTS:
         grpo.failed |= {name for name in vars(grpo.module) if test.startswith(f"test_{name}_")}
