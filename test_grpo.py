@@ -1173,11 +1173,12 @@ class FileUnderTest:
     """The functions of a file; one that a student has not written, or not with this argument, skips the test."""
 
     def __init__(self, path):
-        name = Path(path).stem
-        spec = importlib.util.spec_from_file_location(name, Path(path).with_suffix(".py"))
-        self.module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
-        self.failed = set()
+        path, self.failed = Path(path).with_suffix(".py").resolve(), set()
+        self.module = sys.modules.get(path.stem)
+        if getattr(self.module, "__file__", None) != str(path):
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            self.module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self.module)
 
     def __getattr__(self, name):
         if not STUDENTS or name.startswith(("_", "pytest")):                    # pytest asks every object for these
