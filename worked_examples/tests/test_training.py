@@ -699,8 +699,9 @@ def test_a_file_of_rewards_is_a_module_and_its_errors_are_shown(data):
 
 # Devices --------------------------------------------------------------------------------------------------------------
 
-backend_registration._setup_privateuseone_for_python_backend("pretend")
-torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]
+if not hasattr(torch, "pretend"):                                       # once in a process, before its first backward
+    backend_registration._setup_privateuseone_for_python_backend("pretend")
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]
 
 
 class There(torch.Tensor):
