@@ -145,11 +145,12 @@ def test_the_readme_names_what_exists():
 
 def test_each_part_of_the_source_texts_has_its_page_function_and_test():
     """Each row of the tables of source_texts.md: the page names the function, which exists, and so does the test."""
-    text = (EXAMPLES / "source_texts.md").read_text()
+    text = (EXAMPLES / "tests/source_texts.md").read_text()
     rows = re.findall(r"^\| .+ \| \[\d+\]\((\S+)\) \| `(\w+)` \| (?:`(\w+)`|–) \|$", text, re.M)
     assert len(rows) == len(re.findall(r"^\|.*\]\(", text, re.M)) > 60
     for page, name, test in rows:
-        assert name in (EXAMPLES / page).read_text() and hasattr(grpo, name) | hasattr(relatives, name), (page, name)
+        assert name in (EXAMPLES / "tests" / page).read_text(), (page, name)
+        assert hasattr(grpo, name) or hasattr(relatives, name), name
         assert f"def {test}(" in TESTS or not test, test
 
 
