@@ -140,9 +140,10 @@ def test_every_eos_id_ends_a_completion():
     assert grpo.all_eos_token_ids(model, tokenizer) == [1]
     model.generation_config.eos_token_id = [5, 7]
     assert grpo.all_eos_token_ids(model, tokenizer) == [1, 5, 7]
-    (_, r, _), = steps_of(model)
+    (_, r, _), = steps_of(model, [first_two], generation_batch_size=64, num_generations=32)
     last = r.completion_ids.gather(1, r.completion_mask.sum(1, keepdim=True) - 1).squeeze(1)
-    assert torch.equal(r.terminated, torch.isin(last, torch.tensor([1, 5, 7]))) and {5, 7} & set(last.tolist())
+    assert torch.equal(r.terminated, torch.isin(last, torch.tensor([1, 5, 7]))) and {5, 7} < set(last.tolist())
+    assert (r.terminated & (r.completion_mask.sum(1) == 10)).any()      # an EOS at the very limit, too
 
 
 # Algorithm 1 ----------------------------------------------------------------------------------------------------------
@@ -439,6 +440,7 @@ def test_rewards_of_wrong_number_or_not_finite_are_named_and_none_is_nan(result)
 @pytest.mark.parametrize("kind, prompts", [("GPT2", "text"), ("half", "chat"), ("Qwen2", "chat")])
 def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
     """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
+    (data / "plan2.py").write_text("answer = [None] * 8")               # no reward of this function in the second step
     loaders = [mock.patch.object(auto, "from_pretrained", wraps=auto.from_pretrained)
                for auto in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)]
     with loaders[0] as load_tokenizer, loaders[1] as load_model:
@@ -448,6 +450,7 @@ def test_any_causal_lm_trains_on_a_file(kind, prompts, data):
     assert [load.call_args.kwargs["trust_remote_code"] for load in (load_tokenizer, load_model)] == [False, False]
     lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
+    assert isinstance(lines[0]["rewards/length/mean"], float) and lines[1]["rewards/length/mean"] is None
     assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
     assert transformers.AutoTokenizer.from_pretrained(data / "out/checkpoint").decode([2, 5, 3]) == "<think>1</think>"
 
