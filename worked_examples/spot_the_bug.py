@@ -19,8 +19,9 @@ HERE = Path(__file__).resolve().parent
 
 def exhibits():
     """The museum's sections, by their numbers."""
-    sections = (HERE / "bug_museum.md").read_text(encoding="utf-8").split("\n## ")[1:]
-    return {int(section.partition(".")[0]): "## " + section.strip() for section in sections}
+    museum = (HERE / "bug_museum.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^(## (\d+)\. .*?)(?=^## |\Z)", museum, re.S | re.M)
+    return {int(number): section.strip() for section, number in sections}
 
 
 def patched(exhibit):
