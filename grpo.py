@@ -25,14 +25,14 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     ε_low, ε_high   epsilon_low, epsilon_high        clip range 1 - ε_low ... 1 + ε_high
     β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
 
-The paper maximises J; the loss here is -J. Defaults are TRL's: "dapo", β = 0, one update on each batch. With
-one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its gradient
-is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
+The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on each batch.
+With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
+gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
 
-"Args" leaves out what the table tells. A mask may be bool, integer or float; values at padding, even NaN,
-affect no value and no gradient. A wrong shape or an unknown word is an error that names the argument.
-Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU, and top-k or
-top-p sampling, whose log-probs would not be the scorer's.
+The Args of a docstring leave out what the table tells. A mask may be bool, integer or float; values at
+padding, even NaN, affect no value and no gradient. A wrong shape or an unknown word is an error that names
+the argument. Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU,
+and top-k or top-p sampling, whose log-probs per_token_logps would not give.
 """
 
 import copy
@@ -65,19 +65,20 @@ def text_of(completion):
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
 
-    The answer follows the last </think>, or is the whole text; if it has a \boxed{}, what the last one holds.
+    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} without inner
+    braces holds, if there is one.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers and formulas: worked_examples/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
     boxes = [re.findall(r"\\boxed\{([^{}]*)\}", answer) or [answer] for answer in answers]
-    right = ["" if text is None else str(text).strip() for text in solution]
-    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, right, strict=True)]
+    wanted = ["" if text is None else str(text).strip() for text in solution]
+    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, wanted, strict=True)]
 
 
 def think_format_reward(completions, **kwargs):
     """Give 1 to a text that begins with its only <think>...</think> and then has an answer, else 0.
 
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also takes a second </think>, and an empty answer.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also accepts a second </think>, and an empty answer.
     """
     texts = [text_of(completion) for completion in completions]
     one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]
@@ -93,7 +94,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     reward_weights = [1.0] * rewards_per_func.size(1) if reward_weights is None else reward_weights
     dtype = torch.result_type(rewards_per_func, 1.0)                    # integers become floats
     weights = torch.as_tensor(reward_weights, dtype=dtype, device=rewards_per_func.device)              # (F,)
-    assert weights.shape == rewards_per_func.shape[1:], f"reward_weights: got {weights.shape}; allowed: (F,)"
+    assert weights.shape == rewards_per_func.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
     return (rewards_per_func * weights).nansum(1).masked_fill(rewards_per_func.isnan().all(1), torch.nan)
 
 
@@ -103,17 +104,17 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of each group's n rewards (those that are not NaN).
 
     mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)).
-    Source: DeepSeekMath §4.1.2, which leaves correction open: 1 in TRL and CS336. Returns: (P,), (P,).
+    correction = 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 (the source) does not say. Returns: (P,), (P,).
     """
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} above {correction}")
-    r = rewards.reshape(-1, num_generations)                                              # (P, G)
+    groups = rewards.reshape(-1, num_generations)                                         # (P, G)
     # Measured from the lowest, equal rewards are exactly 0: the float32 mean of eight times 0.1 is not 0.1.
-    lowest = torch.where(r.isnan(), torch.inf, r).amin(1, keepdim=True)                   # (P, 1)
-    above_lowest = r - lowest                                                             # (P, G)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1, keepdim=True)         # (P, 1)
+    above_lowest = groups - lowest                                                        # (P, G)
     mean = above_lowest.nanmean(1, keepdim=True)                                          # (P, 1)
-    count = (~r.isnan()).sum(1)                                                           # (P,), n
+    count = (~groups.isnan()).sum(1)                                                      # (P,), n
     std = ((above_lowest - mean).square().nansum(1) / (count - correction).clamp(min=0)).sqrt()  # 0/0 is NaN
     return (lowest + mean).squeeze(1), std
 
@@ -160,7 +161,7 @@ def make_completion_mask(completion_ids, eos_token_ids):
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device)).long()
-    return (is_eos.cumsum(1) - is_eos == 0).long()                      # as many EOS before t: 0
+    return (is_eos.cumsum(1) - is_eos == 0).long()                      # no EOS before t
 
 
 def selective_log_softmax(logits, index):
@@ -186,7 +187,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                     compute_entropy=False):
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
-    log π = log softmax(logits / temperature)[o_t]: use the sampler's temperature, or another policy learns.
+    log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
     Source: TRL's _get_per_token_logps_and_entropies.
     Args: prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
@@ -212,10 +213,10 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); its gradient is ρ·∇log π_θ.
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's token ratios.
-    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; GSPO: (B, 1).
+    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding; or (B, 1).
     """
-    assert old_logps.shape == logps.shape, f"old_logps: got {old_logps.shape}; allowed is {logps.shape}"
     mask = completion_mask != 0
+    assert old_logps.shape == mask.shape == logps.shape, f"old_logps, completion_mask: allowed: {logps.shape}"
     log_ratio = torch.where(mask, logps - old_logps, 0)                                   # (B, T)
     if importance_sampling_level == "token":
         return log_ratio.exp()                                                            # (B, T)
@@ -241,10 +242,9 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
         A > 0    -A·∇ρ             -A·∇ρ                0, clipped
         A < 0    0, clipped        -A·∇ρ                -A·∇ρ
     It is 0 where the token has already moved far enough in the direction of A. It is full where the token has
-    moved in the other direction: the token has to come back. There, at A < 0, l grows with ρ without bound;
-    delta (at least 1 + ε_high) caps the first ρ: min(ρ, δ), with gradient 0 beyond δ.
-    Source: DeepSeekMath eq. 3 (PPO's); delta: INTELLECT-2 (arXiv:2505.07291) §3.4.
-    Args: ratio (B, T), or (B, 1) at sequence level; advantages (B, T) or (B, 1).
+    moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high, l has no bound;
+    delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient 0 beyond δ.
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: each (B, T) or (B, 1).
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
@@ -257,7 +257,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1, never negative. Means over samples of π_θ:
-              value      gradient of the value, samples held fixed
+              value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0: as a loss it teaches nothing
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
@@ -280,13 +280,13 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
               num_items_in_batch=None, num_rows_in_batch=None):
     """Average the token losses; the variants differ in the denominator alone.
 
-    "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   all answers weigh the same, a token of a long answer less
-    "bnpo":    Σ l·m / Σ m of these rows   the mean over the tokens of this microbatch
-    "dr_grpo": Σ l·m / (B·T_max)           a fixed denominator: longer answers make a larger gradient
-    "dapo":    Σ l·m / N                   the mean over the N tokens sampled in this step
+    "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
+    "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
+    "dr_grpo": Σ l·m / (B·T_max)           a token weighs the same in every step, so long answers pull more
+    "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole step's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
-    the losses of the parts then add up to the loss of the whole. "bnpo" ignores both.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3, by group; TRL.
+    the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds 0, and counts in B.
     Gotcha: T_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
     """
@@ -318,48 +318,47 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     """Compute the GRPO loss from the functions above: loss = aggregate(l(ρ, A) + β·KL).
 
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
-    Args: advantages (B,) or (B, T), times the token's weight, if any. old_logps: None while on-policy.
-        ref_logps: for beta > 0. policy_loss: which l, "clip", "cispo" or "sapo". epsilon_high: None is
-        epsilon_low, or 5.0 with cispo, where it caps ρ. use_bias_correction_kl: ρ·KL in place of KL; its mean
-        gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556).
+    Args: advantages (B,) or (B, T). old_logps: None while on-policy. ref_logps: for beta > 0. policy_loss: l
+        is "clip", "cispo" or "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where it caps ρ.
+        use_bias_correction_kl: ρ·KL in place of KL; its mean gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
-    Gotcha: on-policy the "clip" loss is a mean of -A, often 0; its gradient, a mean of -A·∇log π, is not.
+    Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
     """
+    assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
         assert x is None or x.shape == logps.shape, f"{name}: got {x.shape}; allowed is {logps.shape}"
     assert advantages.shape in (logps.shape, logps.shape[:1]), f"advantages: got {advantages.shape}, not (B,)"
-    assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     if old_logps is None:
-        old_logps = logps               # on-policy: exp(logps - logps.detach()) is 1, its gradient is ∇log π
+        old_logps = logps.detach()      # on-policy: ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
     # Padding is emptied first: a NaN that is only multiplied by 0 later reaches the gradient (0·NaN = NaN).
     mask = completion_mask != 0
     logps = torch.where(mask, logps, 0)                                                   # (B, T)
     old_logps = torch.where(mask, old_logps.detach(), 0)                                  # (B, T)
     advantages = torch.where(mask, advantages if advantages.dim() == 2 else advantages.unsqueeze(1), 0)
     ratio = importance_ratio(logps, old_logps, mask, importance_sampling_level=importance_sampling_level)
-    lowest, highest = 0.0, torch.inf                                    # the range in which ρ is not clipped
+    lower, upper = 0.0, torch.inf                                       # the range in which ρ is not clipped
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
-        lowest, highest = 1 - epsilon_low, 1 + epsilon_high
+        lower, upper = 1 - epsilon_low, 1 + epsilon_high
         per_token_loss = clipped_surrogate_loss(
             ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
     elif policy_loss == "cispo":
-        highest = 5.0 if epsilon_high is None else epsilon_high
-        per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=highest)
+        upper = 5.0 if epsilon_high is None else epsilon_high
+        per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=upper)
     elif policy_loss == "sapo":
         per_token_loss = sapo_loss(ratio, advantages)
     else:
         raise ValueError(f"policy_loss: got {policy_loss!r}; allowed is 'clip', 'cispo' or 'sapo'")
     num_tokens = float(num_items_in_batch or max(mask.sum(), 1))
-    low = ((ratio < lowest) & (advantages < 0)).sum().item() / num_tokens
-    high = ((ratio > highest) & (advantages > 0)).sum().item() / num_tokens
+    low = ((ratio < lower) & (advantages < 0)).sum().item() / num_tokens
+    high = ((ratio > upper) & (advantages > 0)).sum().item() / num_tokens
     metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     if ref_logps is not None:
         kl = kl_estimate(logps, torch.where(mask, ref_logps.detach(), 0))                 # (B, T)
         kl = kl * ratio if use_bias_correction_kl else kl
         metrics["kl"] = kl.sum().item() / num_tokens
-    if beta > 0:
+    if beta != 0:
         per_token_loss = per_token_loss + beta * kl                     # a clipped token keeps KL's gradient
     loss = aggregate(per_token_loss, mask, loss_type=loss_type, max_completion_length=max_completion_length,
                      num_items_in_batch=num_items_in_batch, num_rows_in_batch=num_rows_in_batch)
@@ -380,9 +379,9 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
 
 
 def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: as ρ moves away from 1, the gradient fades but is never cut off.
+    """Replace the clip by a sigmoid σ: the gradient is -A·∇ρ at ρ = 1, fades away from it, is never cut off.
 
-    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; at ρ = 1 ∇l = -A·∇ρ.
+    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at ρ = 1.
     Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
@@ -397,11 +396,12 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of each step's last token.
     Source: DeepSeekMath §4.1.3. Returns: (B, T), 0 at padding and where a group's step rewards are all equal.
     """
+    assert step_ends.shape == step_rewards.shape, f"step_ends: got {step_ends.shape}; allowed is (B, S)"
     (B, S), T = step_rewards.shape, completion_mask.size(1)
     assert step_rewards[(step_ends < 0) | (step_ends >= T)].isnan().all(), f"step_ends: allowed is < T = {T}"
     z = group_advantages(step_rewards.reshape(-1), num_generations * S, correction=correction, eps=eps)
-    earns = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)            # (B, S, T)
-    return (z.reshape(B, S, 1) * earns).sum(1).masked_fill(completion_mask == 0, 0)       # (B, T)
+    credited = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)         # (B, S, T)
+    return (z.reshape(B, S, 1) * credited).sum(1).masked_fill(completion_mask == 0, 0)       # (B, T)
 
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
-    mask = (prompt_mask != 0).long().expand_as(prompt_ids)              # (P, L); grows with the cache
+    mask = (prompt_mask != 0).long()                                    # (P, L); grows with the cache
     live = torch.arange(len(mask) * num_generations, device=mask.device)    # (B,), rows that have not ended
     completion_ids = mask.new_full((len(live), max_completion_length), pad_token_id)      # (B, T_max)
     logps = torch.zeros_like(completion_ids, dtype=torch.promote_types(model.dtype, torch.float32))
@@ -433,7 +433,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new_ids.size(1):]
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
                            past_key_values=cache, use_cache=True)
-            logits = output.logits[:, -1].to(logps.dtype) / temperature                   # (live, V)
+            logits = output.logits[:, -1].to(logps.dtype) / temperature   # (live, V); at t = 0 still (P, V)
             cache = getattr(output, "past_key_values", None)
             if cache is None:
                 raise InputError(f"model: got {type(model).__name__}; allowed is one with past_key_values")
@@ -445,7 +445,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token = logits.argmax(-1)                                                 # (live,)
             else:                                                       # float32 would lose rare tokens
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)                  # (live, V)
-                drawn = uniforms[live, t, None].double() * cdf[:, -1:]                    # (live, 1)
+                drawn = uniforms[live, t, None].double() * cdf[:, -1:]  # (live, 1); the sum is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0].clamp(max=cdf.size(1) - 1)
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
@@ -461,8 +461,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     if not logps.isfinite().all():
         raise FloatingPointError(f"the weights or logits of this {type(model).__name__} are not finite")
     completion_mask = make_completion_mask(completion_ids, eos)
-    T = completion_mask.sum(1).max()
-    return completion_ids[:, :T], completion_mask[:, :T], logps[:, :T], entropies[:, :T]
+    longest = completion_mask.sum(1).max()                                                # T
+    return tuple(x[:, :longest] for x in (completion_ids, completion_mask, logps, entropies))
 
 
 def encode_prompts(tokenizer, prompts, device):
@@ -489,30 +489,30 @@ class Rollout(NamedTuple):
     prompt_mask: torch.Tensor           # (B, L)
     completion_ids: torch.Tensor        # (B, T), right-padded
     completion_mask: torch.Tensor       # (B, T)
-    logps: torch.Tensor                 # (B, T), the sampler's record: not log π_old, but compared with it
-    entropies: torch.Tensor             # (B, T), the sampler's record
+    logps: torch.Tensor                 # (B, T), the sampler's: not log π_old, but compared with it
+    entropies: torch.Tensor             # (B, T), the sampler's
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
 
 
-def sample_rollout(policy, tokenizer, batch, config, step):
-    """Algorithm 1, line 7: sample G answers to each question of the batch."""
+def sample_rollout(policy, tokenizer, questions, config, step):
+    """Algorithm 1, line 7: sample G answers to each question."""
     G, T_max, device = config.num_generations, config.max_completion_length, policy.device
-    prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in batch], device)
+    prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
     # The random numbers follow from (seed, step), so a resumed run needs no saved random state. 4 stands for
     # sampling; 1, 2 and 3 for the tiny task's problems, its cold start, and the batches.
     rng = numpy.random.default_rng([config.seed, 4, step])
-    uniform = torch.tensor(rng.random((len(batch) * G, T_max)), device=device)            # (B, T_max)
+    uniform = torch.tensor(rng.random((len(questions) * G, T_max)), device=device)            # (B, T_max)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
             policy, prompt_ids, prompt_mask, max_completion_length=T_max, uniforms=uniform, num_generations=G,
             eos_token_ids=eos, pad_token_id=tokenizer.pad_token_id, temperature=config.temperature)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if not isinstance(batch[0]["prompt"], str):
+    if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return Rollout([row for row in batch for _ in range(G)], completions, prompt_ids.repeat_interleave(G, 0),
-                   prompt_mask.repeat_interleave(G, 0), completion_ids, completion_mask, logps, entropies,
-                   terminated=torch.isin(completion_ids, eos).any(1))
+    return Rollout([row for row in questions for _ in range(G)], completions,
+                   prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
+                   completion_ids, completion_mask, logps, entropies, torch.isin(completion_ids, eos).any(1))
 
 
 # §10 Training: Algorithm 1 of the paper -------------------------------------------------------------------
@@ -523,27 +523,27 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """TRL's names; there cispo and sapo are a loss_type, max_steps and ref_model_sync_steps count updates."""
+    """TRL's names. In TRL cispo and sapo are a loss_type; max_steps, ref_model_sync_steps count updates."""
     learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: and no warmup")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
-    weight_decay: float = option(0.0, "AdamW's weight decay")
+    weight_decay: float = option(0.0, "AdamW's weight decay, of all weights")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps of sampling and learning, all together")
+    max_steps: int = option(100, "steps in all; each samples one batch and makes mu updates")
     num_generations: int = option(8, "G, completions for each prompt")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     per_device_train_batch_size: int = option(8, "rows in one forward and backward pass: memory, not maths")
     num_iterations: int = option(1, "mu, updates on each batch; at 1 the ratio is 1, and nothing clips")
     max_completion_length: int = option(512, "T_max, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring")
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how the losses of tokens are averaged")
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how token losses are averaged")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, and above it unless epsilon_high is given")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the cap of the ratio (5.0)")
-    delta: float | None = option(None, "upper bound of the ratio where the advantage is negative")
+    delta: float | None = option(None, "caps the unclipped ratio; above 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
-    use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio, TRL's default")
+    use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio (True in TRL)")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
     mask_truncated_completions: bool = option(False, "learn nothing from completions without an EOS")
@@ -580,18 +580,18 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
     π_old is not a copy of the policy (line 6): log π_old is what the first update computes before its step.
     Line 12, a reward model that learns, is in worked_examples/iterative_grpo.py.
-    Args: policy, tokenizer: a causal LM of transformers, trained in place, and its tokenizer. dataset: dicts
-        with "prompt" and further columns. compute_advantages: from rewards (B, F) to (B,) or (B, T).
+    Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
+        dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
     Yields: after each step the state, the Rollout and the metrics (of the last update), under TRL's names.
     """
     state = state or initial_state(policy, config)                                        # line 1
     policy.eval()                                               # dropout would change π in every pass
-    while state.step < config.max_steps:                                                  # 2, 4
+    while state.step < config.max_steps:                                                  # 2, 4: both loops
         started = time.perf_counter()
         if state.reference and config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                          # 3: π_ref ← π_θ
-        batch = sample_batch(dataset, config, state.step)                                 # 5
-        rollout = sample_rollout(policy, tokenizer, batch, config, state.step)            # 7
+        questions = sample_batch(dataset, config, state.step)                             # 5
+        rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
         ref_logps = reference_logps(state, rollout, advantages, config) if state.reference else None
@@ -622,13 +622,13 @@ def initial_state(policy, config, saved=None):
     optimizer.param_groups[0] |= {"initial_lr": config.learning_rate, "weight_decay": config.weight_decay}
     step, mu = saved["step"] if saved else 0, config.num_iterations
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
-                              config.max_steps * mu, {"last_epoch": step * mu - 1})       # counts updates
+                              config.max_steps * mu, {"last_epoch": step * mu - 1})  # sets lr; counts updates
     return SimpleNamespace(             # whole: False between an update and the record of its step: no saving
         step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def sample_batch(dataset, config, step):
-    """Algorithm 1, line 5: the B / G prompts of a step."""
+    """Algorithm 1, line 5: the B / G prompts of a step, drawn afresh each step (there are no epochs)."""
     count = config.generation_batch_size // config.num_generations
     rng = numpy.random.default_rng([config.seed, 3, step])
     return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
@@ -646,7 +646,7 @@ def compute_rewards(reward_funcs, rollout):
         rows = [copy.deepcopy(row) for row in rollout.rows]             # what a function changes is its own
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         columns |= {"prompts": columns.pop("prompt"), "completions": copy.deepcopy(rollout.completions)}
-        rewards = list(function(completion_ids=copy.deepcopy(ids), **columns))
+        rewards = list(function(**columns | {"completion_ids": copy.deepcopy(ids)}))
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
             name = reward_name(function)
             raise InputError(f"reward function {name}: got {rewards!r:.99}; allowed is {len(ids)} numbers")
@@ -658,7 +658,7 @@ def microbatches(advantages, rollout, config):
     """The mask of the loss (B, T); and the indices of the rows that learn, in parts of one pass each.
 
     A row without a token in the mask or, at β = 0, with no advantage but 0 has the gradient 0. It is skipped
-    (no forward, no backward pass) and still counts in the denominators of the loss.
+    (no forward, no backward pass). It still counts in B, and its tokens in the mask in N (see aggregate).
     """
     mask = rollout.completion_mask
     if config.mask_truncated_completions:
@@ -733,13 +733,13 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
         "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens
         # sampler against scorer: if it is more than rounding, a position, temperature or mask is wrong
         "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().max()}
-    for reward_func, rewards in zip(reward_funcs, rewards_per_func.T):
-        metrics[f"rewards/{reward_name(reward_func)}/mean"] = rewards.nanmean()
+    for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
+        metrics[f"rewards/{reward_name(function)}/mean"] = rewards_of_function.nanmean()
     return {name: value.item() for name, value in metrics.items()}
 
 
-# Published settings; every other field keeps its default. At num_iterations = 1 ρ is 1: there the clip range,
-# gspo, cispo and sapo change nothing. (Their papers split a batch of samples into several updates.) dapo is
+# Published settings; every other field keeps its default. At num_iterations = 1 ρ is 1, and the clip range,
+# gspo, cispo and sapo do not change the gradient: their papers split a batch into several updates. dapo is
 # without its dynamic sampling and overlong punishment; cispo's cap is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
     "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
@@ -780,7 +780,7 @@ def tiny_model(tokenizer, seed):
 
 def tiny_problems(seed):
     """The 6,561 sums of 11 ... 99 without round numbers, in random order: to train on, and held out."""
-    numbers = [n for n in range(11, 100) if n % 10 > 0]
+    numbers = [x for x in range(11, 100) if x % 10 > 0]
     problems = [{"prompt": f"{x}+{y}=", "solution": str(x + y)} for x in numbers for y in numbers]
     numpy.random.default_rng([seed, 1]).shuffle(problems)
     return problems[500:], problems[:500]
@@ -830,7 +830,7 @@ def load_dataset(path):
     with open(path, "rb") as file:                                      # json.loads decodes UTF-8
         lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
     rows = []
-    for number, line in lines or [(1, b"an empty file")]:
+    for number, line in lines or [(1, b"an empty file")]:               # which is no JSON, and so an error
         try:
             rows.append(json.loads(line))
             first, prompt = rows[0], rows[-1]["prompt"]
@@ -845,7 +845,6 @@ def load_dataset(path):
 def load_model(name, seed=0):
     """A float32 causal LM and its tokenizer: tiny, or a folder or hub name, whose own code never runs."""
     if name == "tiny":
-        torch.set_num_threads(1)                                        # several would wait for each other
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -896,7 +895,7 @@ def save_checkpoint(policy, tokenizer, state, folder):
 def make_output_dir(folder, checkpoint):
     """Claim the folder of this run: new or empty, or the one of the checkpoint from which it goes on."""
     home = os.path.dirname(os.path.abspath(checkpoint)) if checkpoint else None
-    names = ["grpo-output", *(f"grpo-output-{n}" for n in range(2, 10**4))]
+    names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     folder = folder or home or next(name for name in names if not os.path.exists(name))
     os.makedirs(folder, exist_ok=True)
     if os.path.abspath(folder) != home:
@@ -913,17 +912,18 @@ def parse_options(argv):
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
                         "; accuracy compares texts, worked_examples/math_reward.py numbers and formulas")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and tiny's sizes win")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
-    options, _ = parser.parse_known_args(argv)                          # model and preset give the defaults
+    options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
-    return parser.parse_args_into_dataclasses(argv)
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
 def run(config, options, argv):
     """The job of a command line, from what the user gave to the last line of output."""
     is_tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
+    torch.set_num_threads(1 if is_tiny else torch.get_num_threads())    # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     try:
         assert is_tiny == (options.dataset is None), "dataset: allowed is --dataset FILE.jsonl, none for tiny"
@@ -935,18 +935,18 @@ def run(config, options, argv):
         if checkpoint:
             saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         policy, tokenizer = load_model(checkpoint or options.model, config.seed)
-        prompt_ids, _ = encode_prompts(tokenizer, [row["prompt"] for row in dataset], "cpu")
-        room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in dataset)
+        room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         folder = make_output_dir(config.output_dir, checkpoint)
-    except Exception as error:                                          # what a reader says of its file
+    except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if is_tiny and not checkpoint:
             cold_start(policy, tokenizer, dataset, config.seed)
         if is_tiny:
-            print("before GRPO:")
+            print("at the checkpoint:" if checkpoint else "before GRPO:")
             before = held_out_accuracy(policy, tokenizer, held_out)
         state = initial_state(policy, config, saved)
         if checkpoint:
@@ -968,7 +968,7 @@ def run(config, options, argv):
 
 
 def log_and_save(steps, policy, tokenizer, state, config, folder):
-    """Show and log each step of train; save some steps and the last one, even after an error or Ctrl-C."""
+    """Log each step of train; save some steps and the last one, also after an error, but never mid-step."""
     try:
         for _, _, metrics in tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
             with open(f"{folder}/metrics.jsonl", "a") as file:

@@ -2,10 +2,10 @@
 
     python worked_examples/walkthrough.py
 
-It is what one turn of grpo.train does, each line of Algorithm 1 in a cell of its own. Each cell says what to expect,
-then prints it: answers, rewards, advantages, log-probs, loss, gradient. At the end train does the same. The numbers
-differ from one kind of processor to another, as rounding grows over the cold start; what is asserted holds on all.
-One thread: half a minute, most of it the cold start.
+This is one step of grpo.train, with each line of Algorithm 1 in a cell of its own. Each cell says what to expect, then
+prints it: answers, rewards, advantages, log-probs, loss, gradient. At the end, train does the same. The numbers differ
+between kinds of processors, because rounding errors grow over the cold start; the asserts hold on all of them.
+It takes half a minute on one core, most of it for the cold start.
 """
 
 # %% The parts: a model of 105,280 random weights, a tokenizer, problems with their solutions.
@@ -19,11 +19,10 @@ import torch
 
 import grpo
 
-torch.set_num_threads(1)                                                  # for so small a model, more would wait
+torch.set_num_threads(1)                                                  # the model is too small for more
 G = 8
 config = grpo.GRPOConfig(**grpo.TINY | dict(
-    num_generations=G, generation_batch_size=64, learning_rate=1e-4, warmup_steps=0, loss_type="grpo", beta=0.04,
-    use_bias_correction_kl=False))
+    num_generations=G, generation_batch_size=64, num_iterations=1, learning_rate=1e-4, loss_type="grpo", beta=0.04))
 tokenizer = grpo.tiny_tokenizer()
 policy = grpo.tiny_model(tokenizer, seed=0)
 problems, _ = grpo.tiny_problems(seed=0)
@@ -31,13 +30,13 @@ prompt_ids = tokenizer(problems[0]["prompt"])["input_ids"]
 print(problems[0], prompt_ids)
 assert len(prompt_ids) == len(problems[0]["prompt"]) == 6
 
-# %% The cold start: the policy imitates a teacher that mostly forgets the carry
+# %% The cold start: the policy imitates a teacher who mostly forgets the carry.
 grpo.cold_start(policy, tokenizer, problems, seed=0)
 reference = copy.deepcopy(policy)                                         # line 3 of Algorithm 1: π_ref ← π_θ
 for_train = copy.deepcopy(policy)                                         # for the last cell
 
-# %% Lines 5 to 7: a batch of P = 8 questions, G = 8 answers to each: B = 64 rows. The policy as it stands is π_old.
-# Expect worked answers of about 20 tokens that come to an end; where there is a carry, it is often forgotten.
+# %% Lines 5 to 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers. The policy is now also π_old.
+# Expect complete answers of about 20 tokens; where there is a carry, it is often forgotten.
 batch = grpo.sample_batch(problems, config, step=0)
 rollout = grpo.sample_rollout(policy, tokenizer, batch, config, step=0)
 mask = rollout.completion_mask                                                                                # (B, T)
@@ -46,8 +45,8 @@ for row, text in zip(rollout.rows[::G], rollout.completions[::G]):
 print("lengths with EOS:", mask.sum(1).tolist())
 assert rollout.completion_ids.shape == mask.shape == rollout.logps.shape and rollout.terminated.float().mean() > 0.9
 
-# %% Line 8: reward each answer, 1 for the right number, 1 for the form. Expect the form everywhere, or nearly so, and
-# about half of the numbers: sums of 2 and 1.
+# %% Line 8: reward each answer: 1 for the right number, and 1 for the form. Expect the right form nearly everywhere and
+# the right number in about half of the answers, so most rewards are 2 or 1.
 solutions = [row["solution"] for row in rollout.rows]
 accuracy = grpo.accuracy_reward(rollout.completions, solutions)
 form = grpo.think_format_reward(rollout.completions)
@@ -55,56 +54,57 @@ rewards = grpo.combine_rewards(torch.tensor([accuracy, form]).T)                
 print("rewards, a line for each group:", *rewards.view(-1, G).tolist(), sep="\n")
 assert sum(form) > 0.9 * 64 and 0.2 * 64 < sum(accuracy) < 0.9 * 64
 
-# %% Line 9: compare each answer with the others to its own question. Expect zeros where all of a group are equal. In any
-# other group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
+# %% Line 9: compare each answer with the other answers to its question. Expect zeros in a group whose rewards are all
+# equal. In every other group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
 mean, std = grpo.group_stats(rewards, G)                                                                      # (P,)
 advantages = grpo.group_advantages(rewards, G)                                                                # (B,)
 print("means:", mean.tolist(), "stds:", std.tolist())
 groups = advantages.view(-1, G)                                                                               # (P, G)
 assert groups.sum(1).abs().max() < 1e-5 and not groups[std == 0].any() and (std == 0).any() and (std > 0).any()
 torch.testing.assert_close(groups[std > 0].square().sum(1), torch.full_like(std[std > 0], G - 1), rtol=1e-3, atol=0)
-per_token = grpo.broadcast_advantages(advantages, mask)                                                       # (B, T)
-assert torch.equal(per_token[:, 0], advantages) and not per_token[mask == 0].any()
+of_tokens = grpo.broadcast_advantages(advantages, mask)                                                       # (B, T)
+assert torch.equal(of_tokens[:, 0], advantages) and not of_tokens[mask == 0].any()
 
-# %% Score the answers with the same weights: log π_θ(o_t). Expect what the sampler recorded, up to rounding.
+# %% Score the answers with the same weights: log π_θ of each token. Expect the sampler's own numbers, up to rounding.
 inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, mask)
 logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
 old_logps = logps.detach()
 print("greatest difference to the sampler:", ((logps - rollout.logps) * mask).abs().max().item())
 torch.testing.assert_close(old_logps, rollout.logps, atol=1e-4, rtol=0)
 
-# %% Line 10: the loss on-policy. All ratios are 1, and the reference is the policy still. Expect a loss of 0, a KL of 0,
-# and nothing clipped.
+# %% Line 10: the loss on-policy. All ratios are 1, and the policy is still equal to the reference. Expect a loss of 0, a
+# KL of 0, and no clipped token. The gradient is not 0: two cells below.
 options = dict(ref_logps=old_logps, beta=config.beta, loss_type=config.loss_type)
 loss, metrics = grpo.grpo_loss(logps, advantages, mask, old_logps=old_logps, **options)
 print(f"loss {loss.item():.6f}, {metrics}")
 assert abs(loss.item()) < 1e-5 and metrics["clip_ratio/region_mean"] == metrics["kl"] == 0.0
 
-# %% The same by hand: ratio, surrogate, mean over each answer's tokens, mean over the answers. Expect the same number.
+# %% The same by hand: ratio, token loss, mean over each answer's tokens, mean over the answers. Expect the same number.
 ratio = grpo.importance_ratio(logps, old_logps, mask)
-per_token_loss = grpo.clipped_surrogate_loss(ratio, advantages)
+per_token_loss = grpo.clipped_surrogate_loss(ratio, of_tokens)
 by_hand = sum((per_token_loss[i] * mask[i]).sum() / mask[i].sum() for i in range(64)) / 64
 print(f"by hand {by_hand.item():.6f}")
 torch.testing.assert_close(by_hand, loss)
 
-# %% Line 11: one step of gradient descent. The loss is 0; expect a gradient that is not.
+# %% Line 11: one update. The value of the loss is 0; expect a gradient that is not 0.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
-optimizer.zero_grad()                                                     # the cold start has left a gradient behind
+optimizer.zero_grad()                                                     # the cold start has left a gradient
 loss.backward()
 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
 print("gradient norm:", grad_norm)
 assert grad_norm > 0.01
 optimizer.step()
 
-# %% What has it done? Expect that answers above their group's mean have become more likely, those below it less.
+# %% What has the update changed? Expect that answers above their group's mean have become more likely, and answers
+# below it less likely.
 new_logps = grpo.per_token_logps(policy, *inputs)[0].detach()
 change = ((new_logps - old_logps) * mask).sum(1)                                                              # (B,)
 print(f"mean change of an answer's log-prob where A > 0: {change[advantages > 0].mean():+.3f}")
 print(f"mean change of an answer's log-prob where A < 0: {change[advantages < 0].mean():+.3f}")
 assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
 
-# %% A second update on the same answers. Expect ratios on both sides of 1, some tokens clipped, few of all; a loss below
-# 0, which is what the first step was for; and a first trace of a KL, which k3 never lets fall below 0.
+# %% The loss of a second update on the same answers. Expect ratios on both sides of 1; a few clipped tokens; a loss below
+# 0, because the first update has moved the policy the right way; and a KL a little above 0 (k3 is never below 0).
 loss, metrics = grpo.grpo_loss(new_logps, advantages, mask, old_logps=old_logps, **options)
 ratio = grpo.importance_ratio(new_logps, old_logps, mask)[mask == 1]
 print(f"ratios {ratio.min().item():.3f} ... {ratio.max().item():.3f}, loss {loss.item():.5f}, {metrics}")
@@ -114,7 +114,7 @@ with torch.no_grad():
 torch.testing.assert_close(torch.tensor(metrics["kl"]), (kl * mask).sum() / mask.sum())
 assert (kl >= 0).all() and 0 < metrics["kl"] < 0.1
 
-# %% The same step by train, from the weights after the cold start. Expect the same answers, rewards and gradient.
+# %% The same step by train, from the same weights. Expect the same answers, rewards and gradient.
 steps = grpo.train(for_train, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], config)
 state, same_rollout, metrics = next(steps)
 print("train says:", metrics)
