@@ -7,8 +7,7 @@
     python worked_examples/spot_the_bug.py 7 --test                run the tests that see it
     python worked_examples/spot_the_bug.py 7 --answer              the exhibit
 
-The docstrings are right. In bugs 1-10 a line contradicts one; in 11-21 a gradient, a mask or a call is wrong; the rest
-are hard to see, and the last two need float32. With --exhibit the number is the museum's own.
+The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own number.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import types
 from pathlib import Path
 
@@ -56,11 +54,9 @@ def printed(exhibit):
     """The lines of grpo_bug.py: the symptom as a comment, then grpo.py with the bug."""
     section = exhibits()[exhibit]
     command = re.search(r"^See it: `(.*?)`", section, re.S | re.M)
-    small = re.search(r"--model tiny [^`\"]*", MUSEUM)[0]
     shows = re.search(r"^In the curves: (.*?)\n\n", section, re.S | re.M)[1]
-    run = command[1].replace("$SMALL", small) if command else "a run"
-    head = textwrap.wrap(f"{run} shows: {shows}", 108, break_on_hyphens=False)
-    return [*(f"# {line}" for line in head), "", *patched(exhibit).splitlines()]
+    run = command[1].replace("$SMALL", re.search(r"--model tiny [^`\"]*", MUSEUM)[0]) if command else "A run"
+    return [*(f"# {line}" for line in [f"{run} shows:", *shows.splitlines()]), "", *patched(exhibit).splitlines()]
 
 
 def changed(exhibit):
@@ -84,7 +80,7 @@ def run_tests(exhibit):
     """Run the tests that the museum names in a copy of the project that has the bug; 0 if one of them fails."""
     names = re.findall(r"`(test_\w+)`", exhibits()[exhibit].rpartition("Caught by:")[2])
     with tempfile.TemporaryDirectory() as folder:
-        project = shutil.copytree(HERE.parent, Path(folder, "project"), ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        project = shutil.copytree(HERE.parent, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (project / "grpo.py").write_text(patched(exhibit), encoding="utf-8")
         files = [str(path.relative_to(project)) for path in (project / "test_grpo.py", *project.glob("*/tests/*.py"))
                  if any(f"def {name}(" in path.read_text(encoding="utf-8") for name in names)]
