@@ -1,19 +1,10 @@
-"""One sampled group, token by token: a table in the terminal, or one page for the browser with every number in it.
+"""One sampled group, token by token: a table in the terminal, or a page for the browser.
 
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags. Without any, the tiny model after its whole cold start answers a question, and some answers
-forget the carry; of another model it is the first group whose rewards differ. It prints the best and the worst answer
-(--all: each) after one update on this group, and the group's rewards, their mean and standard deviation:
-
-    logp, old   log-probability in nats after the update, and under the weights that sampled
-    ratio       exp(logp - old); with --importance_sampling_level sequence one for the answer
-    clipped     yes where the ratio has left the clip range, and the gradient is 0 (cispo: where its weight is capped)
-    A, loss     advantage; policy term + beta * KL of this token, before the mean is taken
-
---html group.html writes a page instead (from group_page.html): the group before and after each of --num_iterations
-updates, 10 by default, and how six methods push each token at the same log-probs, -∂loss/∂log π of grpo_loss by
-autograd, without the KL. The tiny model, one thread: about 20 seconds.
+It takes grpo.py's flags. Without any, the tiny model answers a question after its cold start, and some answers forget
+the carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer
+(--all: each) after one update on this group; --html the whole group as a tree, before and after each of ten updates.
 """
 
 import argparse
@@ -48,71 +39,91 @@ def load(options, config):
         torch.set_num_threads(1)                                        # for so small a model, more would wait
         tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
         policy = grpo.tiny_model(tokenizer, config.seed)
+        grpo.cold_start(policy, tokenizer, dataset, config.seed)
     else:
         dataset, (policy, tokenizer) = grpo.load_dataset(options.dataset), grpo.load_model(options.model)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    if options.model == "tiny":
-        grpo.cold_start(policy, tokenizer, dataset, config.seed)
     return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
 
 
 def forgets_the_carry(rollout):
-    """Whether the tiny model's group has the right answer, and the one without the carry, which is shorter."""
+    """How many right answers the tiny model's group has, or, if fewer, shorter ones without the carry."""
     right, wrong = (grpo.teacher_trace(rollout.rows[0]["prompt"], forgets).removesuffix("<eos>") for forgets in (0, 1))
-    return {right, wrong} <= set(rollout.completions) and len(right) > len(wrong)
+    return min(map(rollout.completions.count, (right, wrong))) if len(right) > len(wrong) else 0
 
 
-def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
-    """The first step, which chooses question and samples, whose group is wanted; without one, whose rewards differ."""
-    found = []
+def find_step(policy, tokenizer, dataset, reward_funcs, config, score):
+    """The step, which chooses question and samples: unequal rewards, the highest score (3 is enough)."""
+    scores = {}
     for step in range(config.max_steps):
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
-        if grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config).any():
-            found.append(step)
-            if wanted(rollout):
-                return step
-    return found[0] if found else 0
+        advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
+        scores[step] = 1 + score(rollout) if advantages.any() else 0
+        if scores[step] > 3:
+            break
+    return max(scores, key=scores.get)                                  # the first of the best
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
-    """Let train make its updates on one group: what it saw, and log-probs (G, T) after 0, 1, ... updates."""
+def find_forks(answers, advantages):
+    """The beginnings after which answers part, the one with the largest pushes first -> the next tokens -> their ΣA."""
+    pulls = {}
+    for ids, A in zip(answers, advantages):
+        for t, token in enumerate(ids):
+            after = pulls.setdefault(tuple(ids[:t]), {})
+            after[token] = after.get(token, 0.0) + A
+    forks = {beginning: after for beginning, after in pulls.items() if len(after) > 1}
+    return dict(sorted(forks.items(), key=lambda fork: -sum(map(abs, fork[1].values()))))
+
+
+def next_token_probs(policy, rollout, beginning, config):
+    """What the policy says after the question and the beginning of an answer: (V,)."""
+    ids = torch.cat([rollout.prompt_ids[0][rollout.prompt_mask[0] == 1], rollout.prompt_ids.new_tensor(beginning)])
+    return (policy(input_ids=ids.unsqueeze(0)).logits[0, -1].float() / config.temperature).softmax(0)
+
+
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, score=lambda rollout: 3):
+    """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
     config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
     parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
-    seen = SimpleNamespace(updates=[])
+    seen = SimpleNamespace(updates=[], probs=[])
 
     def note_logps(*_):
         with torch.no_grad():
             seen.updates.append(torch.cat([grpo.rollout_logps(policy, seen.rollout, part, config) for part in parts]))
+            seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
         seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
+        seen.mean, seen.std = (x.item() for x in grpo.group_stats(seen.rewards, len(seen.rewards)))
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
+        seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
+        seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
+        seen.parts = {grpo.reward_name(f): column for f, column in zip(reward_funcs, rewards_per_func.T)}
         note_logps()
         return seen.advantages
 
     state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, score)
     state.optimizer.register_step_post_hook(note_logps)
     next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
     return seen
 
 
 def loss_options(config):
-    """What train passes to grpo_loss besides tensors."""
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    names = "beta delta loss_type policy_loss importance_sampling_level use_bias_correction_kl max_completion_length"
-    return {name: getattr(config, name) for name in names.split()} | dict(epsilon_low=config.epsilon, epsilon_high=high)
+    """What train passes to grpo_loss besides tensors, with the number that an epsilon_high of None stands for."""
+    names = ("beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
+             "max_completion_length")
+    default = 5.0 if config.policy_loss == "cispo" else config.epsilon
+    high = default if config.epsilon_high is None else config.epsilon_high
+    return {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon, "epsilon_high": high}
 
 
 def group_data(seen, tokenizer, config):
     """All numbers of the page, as JSON has them."""
-    lengths = seen.rollout.completion_mask.sum(1).tolist()
-    answers = [row[:n] for row, n in zip(seen.rollout.completion_ids.tolist(), lengths)]
-
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
-            return [numbers(row[:n]) for row, n in zip(x, lengths)]
+            return [numbers(row[:len(ids)]) for row, ids in zip(x, seen.answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
     def weights(logps, options):                                        # a positive one pushes the token up
@@ -120,20 +131,31 @@ def group_data(seen, tokenizer, config):
         loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
         return numbers(-torch.autograd.grad(loss, logps)[0])
 
-    mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
+    forks, text = [], {}                                                # of a fork the sampled tokens, and the likely
+    for (beginning, after), probs in zip(seen.forks.items(), zip(*seen.probs)):
+        likely = (torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()
+        words = sorted({*after, *likely}, key=lambda token: -probs[0][token])
+        forks.append((beginning, words, [numbers(p[words]) for p in probs]))
+    for token in sorted({token for ids in (*seen.answers, *(words for _, words, _ in forks)) for token in ids}):
+        word = tokenizer.decode([token])                                # parts of a character may have one text
+        text[token] = word if word not in text.values() else f"{word}[{token}]"
+
     plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
     methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
                for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")}
     return {
         "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
-        "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
+        "rewards": numbers(seen.rewards), "mean": seen.mean, "std": seen.std,
         "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
-                     "tokens": [tokenizer.decode([token]) for token in ids]} for ids in answers],
+                     "tokens": [text[token] for token in ids]} for ids in seen.answers],
         "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
         "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
                     for name, options in methods.items()},
+        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
+                   "probabilities": probabilities} for beginning, words, probabilities in forks],
         "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
+        "rewards_per_func": {name: numbers(column) for name, column in seen.parts.items()},
         "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
 
 
@@ -163,17 +185,15 @@ def main(argv):
     own, options, config = parse(argv)
     config = config if own.html else replace(config, num_iterations=1)  # the table shows the first update
     policy, tokenizer, dataset, reward_funcs = load(options, config)
-    wanted = forgets_the_carry if options.model == "tiny" else lambda rollout: True
-    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    score = {"score": forgets_the_carry} if options.model == "tiny" else {}
+    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, **score)
     if own.html:
         return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
-    rewards = seen.rewards
-    print(f"{len(rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
-    best, worst = rewards.nan_to_num(-torch.inf).argmax(), rewards.nan_to_num(torch.inf).argmin()
-    for i in range(len(rewards)) if own.all else (int(best), int(worst)):
+    print(f"{len(seen.rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
+    by_reward = seen.rewards.nan_to_num(-torch.inf).argsort(descending=True, stable=True).tolist()
+    for i in by_reward if own.all else (by_reward[0], by_reward[-1]):
         show(seen, i, tokenizer, config)
-    mean, std = grpo.group_stats(rewards, len(rewards))
-    print(f"\nrewards {[round(r, 4) for r in rewards.tolist()]}, mean {mean.item():.4f}, std {std.item():.4f}")
+    print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, mean {seen.mean:.4f}, std {seen.std:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""Draw the figures of the worked examples: `python worked_examples/figures.py` writes each PNG beside its page.
+"""Draw the pictures of README and of the worked examples, each for a light and for a dark page.
 
-`python worked_examples/figures.py run` first runs `python grpo.py --model tiny`, as it stands, with
-`--learning_rate 3e-3` and with ten seeds, and writes what hangs on these runs: the output in the README, the csv files,
-the table of page 6, and the page of a group with its picture, for which Chromium is needed. (Another processor adds in
-another order, and its figures differ a little.)
+    python worked_examples/figures.py               draw all pictures from pictures/*.csv and pictures/group.html
+    python worked_examples/figures.py run           run the demo first, and write anew what depends on its numbers
+    python worked_examples/figures.py checks trl    write the table of a library (or verl) on check_your_trainer.md
+
+`run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
+page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
+table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
 """
 
+import copy
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import numpy
@@ -20,33 +25,191 @@ from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 PICTURES = HERE / "pictures"
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+import explain  # noqa: E402
 import grpo  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-BLUE, RED, GREEN, ORANGE, GREY = "#1f5fa8", "#c0392b", "#2e7d32", "#d97706", "#777777"
-plt.rcParams |= {
+# Blue and orange differ for colour-blind readers, too; where there are more lines, their style and label differ.
+LIGHT = SimpleNamespace(paper="#ffffff", ink="#1b1f24", grey="#59636e", blue="#1668b8", orange="#c25700",
+                        pale="#e8ebee")
+DARK = SimpleNamespace(paper="#0d1117", ink="#e8eaed", grey="#a9b1ba", blue="#5aa7ee", orange="#f0883e",
+                       pale="#262c34")
+STYLE = {
     "figure.figsize": (7.0, 2.9),
-    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
     "font.size": 10,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
 }
 
 
+def use(theme):
+    """Let matplotlib draw in these colours."""
+    plt.rcParams.update(STYLE)
+    for name in ("figure.facecolor", "axes.facecolor", "savefig.facecolor"):
+        plt.rcParams[name] = theme.paper
+    for name in ("text.color", "axes.labelcolor", "axes.titlecolor"):
+        plt.rcParams[name] = theme.ink
+    for name in ("axes.edgecolor", "xtick.color", "ytick.color"):
+        plt.rcParams[name] = theme.grey
+
+
 def save(figure, name):
-    figure.savefig(PICTURES / name, metadata={"Software": None})
+    figure.savefig(PICTURES / name, dpi=200, metadata={"Software": None})
     plt.close(figure)
+    few_colours = Image.open(PICTURES / name).convert("RGB").quantize(200, dither=Image.Dither.NONE)
+    few_colours.save(PICTURES / name, optimize=True)
 
 
-def loss_and_learning():
-    """Page 2: the lows of the loss rise while the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
+def draw_all():
+    for name, draw in DRAWINGS.items():
+        for theme, suffix in (LIGHT, "_light" if name == "grpo" else ""), (DARK, "_dark"):
+            use(theme)
+            save(draw(theme), f"{name}{suffix}.png")
+
+
+def label_ends(axis, x, ends):
+    """Write at the right end of each line (y, label, colour) its label, no two closer than a line of text."""
+    low, high = axis.get_ylim()
+    gap, ends = 0.075 * (high - low), sorted(ends)
+    places = [y for y, _, _ in ends]
+    for k in range(1, len(places)):
+        places[k] = max(places[k], places[k - 1] + gap)
+    over = max(0, places[-1] - high)
+    for y, (_, label, colour) in zip(places, ends):
+        axis.annotate(label, (x, y - over), (4, 0), textcoords="offset points", color=colour, va="center", size=9,
+                      annotation_clip=False)
+
+
+def csv(name):
+    return numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="")
+
+
+def group_of_the_page():
+    """The data in pictures/group.html."""
+    page = (PICTURES / "group.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
+
+
+# README ---------------------------------------------------------------------------------------------------------------
+
+def shared_beginning(tokens, answers):
+    """How many tokens an answer shares with one that is not the same."""
+    others = [other for other in answers if other != tokens]
+    equal = [[a == b for a, b in zip(tokens, other)] + [False] for other in others]
+    return max(row.index(False) for row in equal)
+
+
+def method_in_one_picture(theme):
+    """README: eight answers with rewards and advantages, and the probabilities at their fork over a run."""
+    data = group_of_the_page()
+    prefix, run = data["forks"][0]["prefix"], data["whole_run"]
+    figure = plt.figure(figsize=(8.3, 3.1), layout="none")
+    left, right = figure.add_axes((0.01, 0, 0.66, 1)), figure.add_axes((0.755, 0.165, 0.225, 0.65))
+    left.set(xlim=(0, 100), ylim=(12.5, 0))
+    left.axis("off")
+    bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
+    number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
+    left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
+    answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
+    shared = [shared_beginning(tokens, answers) for tokens in answers]
+    best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared[i]))
+    mono = dict(family="monospace", size=10.5, va="center")
+    for row, i in enumerate(best_first):
+        y, A = 2.2 + 0.95 * row, data["advantages"][i]
+        colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
+        before, here, after = answers[i][:shared[i]], answers[i][shared[i]], answers[i][shared[i] + 1:]
+        x, width = 0.0, 1.6                                             # of a character, in hundredths of the panel
+        for text, style in (("".join(before), dict(color=theme.grey)), (here, dict(color=theme.paper, weight="bold")),
+                            ("".join(after), dict(color=colour))):
+            if text == here:
+                left.add_patch(plt.Rectangle((x - 0.15, y - 0.42), width * len(text) + 0.3, 0.84, color=colour, lw=0))
+            for k, character in enumerate(text):
+                left.text(x + width * (k + 0.5), y, character, ha="center", **mono, **style)
+            x += width * len(text)
+        left.text(58, y, f"reward {data['rewards'][i]:g}", size=9.5, va="center", color=colour)
+        left.text(78, y, f"{sign} A = {A:+.2f}".replace("-", "−"), size=9.5, va="center", color=colour)
+    left.text(0, 10.7, "2  Push the tokens of each answer up (▲) or down (▼) by A", **bold)
+    meaning = "A = (reward − mean) / std.  Where answers agree (grey), pushes cancel; where they part, they add up."
+    left.text(0, 11.6, meaning, size=8.3, va="center", color=theme.ink)
+    probabilities = 100 * numpy.array(run["probabilities"])
+    steps = len(probabilities) - 1
+    for k, (colour, y, verdict) in enumerate(((theme.blue, 84, "right"), (theme.orange, 16, "wrong"))):
+        first, last = probabilities[0][k], probabilities[-1][k]
+        right.plot(probabilities[:, k], color=colour, lw=2.5)
+        digits = int(not 1 < last < 99)
+        text = f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{digits}f}%"
+        right.text(0.98 * steps, y, text, color=colour, ha="right", va="center", size=9.5)
+    right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
+              xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
+    figure.text(0.705, 0.944, "3  Repeat: probability moves", **bold | {"size": 10.5})
+    figure.text(0.705, 0.865, f"next token after {''.join(prefix[1:])}", size=9, va="center", color=theme.grey)
+    return figure
+
+
+def learning_curves(theme):
+    """Reading a run: the demo with ten seeds."""
+    runs = csv("tiny_seeds.csv")
+    steps = int(runs["step"].max())
+    right = runs["rewards/accuracy_reward/mean"].reshape(-1, steps)     # a row for each seed
+    entropy, silent = (runs[name].reshape(-1, steps) for name in ("entropy", "frac_reward_zero_std"))
+    figure, panels = plt.subplots(1, 3, figsize=(9.4, 2.9))
+    titles = (f"{100 * right[:, 0].mean():.0f}% right → {100 * right[:, -10:].mean():.0f}%;",
+              "while it switches, entropy peaks", "and silent groups dip")
+    labels = ("share of a step's answers", "nats per token", "groups with equal rewards")
+    for axis, values, title, label, colour in zip(
+            panels, (right, entropy, silent), titles, labels, (theme.blue, theme.ink, theme.orange)):
+        axis.plot(range(1, steps + 1), values.T, color=colour, lw=0.6, alpha=0.3)
+        axis.plot(range(1, steps + 1), values.mean(0), color=colour, lw=2.5)
+        axis.set(xlabel="step", ylabel=label, xlim=(0, steps), ylim=(0, None if values is entropy else 1.02))
+        axis.set_title(title)
+    panels[0].text(0.97 * steps, 0.06, "thin: a seed, thick: the mean of ten", ha="right", size=8, color=theme.grey)
+    return figure
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+def one_page(theme):
+    """Page 0: four answers to 7+5=, and one gradient step on the logits of three words."""
+    words, samples, scores = ["12", "11", "13"], [0, 1, 0, 2], torch.tensor([1.0, 0.0, 1.0, 0.0])
+    advantages = scores - scores.mean()
+    logits = torch.zeros(3, requires_grad=True)
+    loss = -(advantages * logits.log_softmax(0)[samples]).mean()
+    gradient, = torch.autograd.grad(loss, logits)
+    before, after = (x.detach().softmax(0).tolist() for x in (logits, logits - gradient))
+    figure, (left, right) = plt.subplots(1, 2, width_ratios=(1.15, 1), figsize=(7.0, 2.9))
+    left.set(xlim=(0, 10), ylim=(4.1, -0.9))
+    left.axis("off")
+    left.text(0, -0.45, "7+5=", family="monospace", weight="bold", size=12)
+    left.text(3.9, -0.45, "score", color=theme.grey)
+    left.text(6.2, -0.45, "minus the mean", color=theme.grey)
+    for y, (k, score, A) in enumerate(zip(samples, scores.tolist(), advantages.tolist())):
+        colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
+        left.add_patch(plt.Rectangle((0, y + 0.08), 3.0, 0.84, fill=False, ec=colour, lw=1.8))
+        left.text(1.5, y + 0.5, words[k], family="monospace", size=12, ha="center", va="center", color=colour)
+        left.text(4.4, y + 0.5, f"{score:g}", size=12, ha="center", va="center", color=colour)
+        left.text(6.2, y + 0.5, f"{sign} {A:+.1f}".replace("-", "−"), size=12, va="center", color=colour)
+    left.set_title("Four answers, scored")
+    for k, word in enumerate(words):
+        colour = theme.blue if after[k] > before[k] else theme.orange
+        right.bar(k - 0.2, 100 * before[k], 0.36, color=theme.pale, ec=theme.grey, lw=0.8)
+        right.bar(k + 0.2, 100 * after[k], 0.36, color=colour)
+        right.text(k - 0.2, 100 * before[k] + 1, f"{100 * before[k]:.0f}%", ha="center", color=theme.grey)
+        right.text(k + 0.2, 100 * after[k] + 1, f"{100 * after[k]:.0f}%", ha="center", color=colour, weight="bold")
+    right.set(xticks=range(3), xticklabels=words, yticks=[], ylim=(0, 52))
+    right.spines["left"].set_visible(False)
+    right.set_title("One gradient step: before, after")
+    return figure
+
+
+def loss_and_learning(theme):
+    """Page 2: the loss is 0 at each new sample, the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -55,208 +218,254 @@ def loss_and_learning():
         old_logps = logps.detach() if update % 4 == 0 else old_logps
         loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=old_logps, loss_type="grpo")
         losses.append(loss.item())
-        right.append(theta.softmax(0)[0].item())
+        right.append(100 * theta.softmax(0)[0].item())
         theta = (theta - 0.2 * torch.autograd.grad(loss, theta)[0]).detach().requires_grad_()
-    figure, (left, second) = plt.subplots(1, 2)
-    left.plot(range(1, 41), losses, ".-", color=RED)
-    left.set(xlabel="update", ylabel="loss", ylim=(-0.25, 0.05), title="the loss: its lows rise")
-    second.plot(range(1, 41), right, ".-", color=BLUE)
-    second.set(xlabel="update", ylabel="probability", ylim=(0, 1.05), title="π(right word): it learns")
-    save(figure, "loss_and_learning.png")
+    figure, (first, second) = plt.subplots(1, 2)
+    new = list(range(0, 40, 4))
+    for axis, values, colour in (first, losses, theme.orange), (second, right, theme.blue):
+        axis.plot(range(1, 41), values, ".-", color=colour, lw=1.2, ms=4)
+        axis.plot([k + 1 for k in new], [values[k] for k in new], "o", mfc=theme.paper, mec=colour, mew=1.5, ms=6)
+        axis.set(xlabel="update (○ new samples)")
+    first.set(ylabel="loss", ylim=(-0.25, 0.05))
+    first.set_title("Loss: 0 at ○, its gradient is not")
+    second.set(ylabel="π(right word) in %", ylim=(0, 105))
+    second.set_title(f"The policy learns: {right[0]:.0f}% → {right[-1]:.0f}%")
+    return figure
 
 
-def clipping():
+def clipping(theme):
     """Page 3: the loss of one token over its ratio."""
     ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64).unsqueeze(0)
     figure, axes = plt.subplots(1, 2)
-    for axis, A, title in (
-            (axes[0], 1.0, "A = +1: more of this token"), (axes[1], -1.0, "A = -1: less of this token")):
-        loss = {
-            delta: grpo.clipped_surrogate_loss(ratio, torch.tensor([A], dtype=torch.float64), delta=delta)[0]
-            for delta in (None, 2.0)
-        }
-        axis.plot(ratio[0], -ratio[0] * A, ":", color=GREY, label="-ρA, no clip")
-        axis.plot(ratio[0], loss[None], color=BLUE, lw=2, label="clipped, ε = 0.2")
+    for axis, A in (axes[0], 1.0), (axes[1], -1.0):
+        advantages = torch.full_like(ratio, A)
+        free, bounded = (grpo.clipped_surrogate_loss(ratio, advantages, delta=delta)[0] for delta in (None, 2.0))
+        axis.axvspan(0.8, 1.2, color=theme.pale, lw=0)
+        axis.plot(ratio[0], -ratio[0] * A, ":", color=theme.grey, lw=1.5)
+        axis.plot(ratio[0], free, color=theme.blue, lw=2.5)
         if A < 0:
-            axis.plot(ratio[0], loss[2.0], "--", color=RED, lw=2, label="and δ = 2")
-        axis.axvspan(0.8, 1.2, color=GREEN, alpha=0.12, lw=0)
-        axis.plot([1], [-A], "o", color="black", ms=4)
-        axis.set(xlabel="ratio ρ (green: 0.8 ... 1.2)", ylabel="loss", title=title, xlim=(0, 3.5))
-        axis.legend(loc="lower left" if A > 0 else "upper left")
-    save(figure, "clipping.png")
+            axis.plot(ratio[0], bounded, "--", color=theme.orange, lw=2.5)
+        axis.plot([1], [-A], "o", color=theme.ink, ms=5)
+        axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token", xlim=(0, 3.6))
+    axes[0].set_title("A = +1: above 1.2 no gradient")
+    axes[0].set(ylim=(-3.7, 0.2), yticks=[0, -1, -2, -3])
+    axes[0].text(2.3, -1.12, "clipped", color=theme.blue, va="bottom")
+    axes[0].text(2.2, -2.9, "−ρA, no clip", color=theme.grey, ha="right")
+    axes[1].set_title("A = −1: below 0.8 no gradient")
+    axes[1].set(ylim=(-0.2, 3.7), yticks=[0, 1, 2, 3])
+    axes[1].text(0.1, 0.9, "clipped", color=theme.blue, va="bottom")
+    axes[1].text(2.75, 3.0, "no bound", color=theme.blue, ha="right")
+    axes[1].text(2.6, 1.85, "with δ = 2", color=theme.orange, va="top")
+    return figure
 
 
-def kl_estimators():
+def kl_estimators(theme):
     """Page 9: the three estimators over the log-ratio, and their expected gradients on the page's three words."""
     k1 = torch.linspace(-2, 2, 401, dtype=torch.float64).unsqueeze(0)
-    figure, (left, second) = plt.subplots(1, 2)
-    for name, colour in ("k1", GREY), ("k2", ORANGE), ("k3", BLUE):
-        left.plot(k1[0], grpo.kl_estimate(k1, torch.zeros_like(k1), estimator=name)[0], color=colour, lw=2, label=name)
-    left.set(xlabel="log π - log π_ref of the sampled word", ylabel="estimate (nats)", ylim=(-2, 5))
-    left.set_title("value for one token")
-    left.legend()
+    figure, (left, right) = plt.subplots(1, 2)
+    styles = {"k1": (theme.grey, ":", (-1.75, -1.35)), "k2": (theme.orange, "--", (-1.95, 2.2)),
+              "k3": (theme.blue, "-", (-1.8, 4.2))}
+    for name, (colour, line, place) in styles.items():
+        left.plot(k1[0], grpo.kl_estimate(k1, torch.zeros_like(k1), estimator=name)[0], line, color=colour, lw=2.2)
+        left.text(*place, name, color=colour, weight="bold")
+    left.set(xlabel="log π − log π_ref of the sampled word", ylabel="estimate (nats)", ylim=(-2, 5))
+    left.set_title("Value: only k1 is negative")
     pi, ref = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
-    words = torch.arange(3)
-    for i, (name, colour) in enumerate((("k1", GREY), ("k2", ORANGE), ("k3", BLUE))):
+    meaning = {"k1": "k1: 0 everywhere", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}
+    for i, (name, (colour, _, _)) in enumerate(styles.items()):
         theta = pi.log().clone().requires_grad_()
         k = grpo.kl_estimate(theta.log_softmax(0)[None], ref.log()[None], estimator=name)[0]
         gradient, = torch.autograd.grad((pi * k).sum(), theta)
-        second.bar(
-            (words + 0.27 * (i - 1)).tolist(),
-            gradient.tolist(),
-            0.25,
-            color=colour,
-            label={"k1": "k1: 0", "k2": "k2: ∇KL(π‖ref)", "k3": "k3: ∇KL(ref‖π)"}[name],
-        )
-    second.set(
-        xticks=words,
-        xticklabels=["word 1", "word 2", "word 3"],
-        ylabel="E[gradient] on its logit",
-        title="as a loss: three gradients",
-        ylim=(-0.4, 0.4),
-    )
-    second.axhline(0, color="black", lw=0.8)
-    second.legend(loc="lower left", fontsize=9)
-    save(figure, "kl_estimators.png")
+        for word, value in enumerate(gradient.tolist()):
+            x = word + 0.28 * (i - 1)
+            right.bar(x, value, 0.26, color=colour)
+            if abs(value) < 1e-9:                                       # a bar that one cannot see
+                right.text(x, 0.01, "0", ha="center", color=colour, weight="bold")
+        right.text(0.98, 0.92 - 0.09 * i, meaning[name], transform=right.transAxes, ha="right", color=colour)
+    right.axhline(0, color=theme.grey, lw=0.8)
+    right.set(xticks=range(3), xticklabels=["word 1", "word 2", "word 3"])
+    right.set(ylabel="mean gradient on its logit", ylim=(-0.45, 0.35))
+    right.set_title("As a loss: three gradients")
+    return figure
 
 
-def length_bias():
+def length_bias(theme):
     """Page 4: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
-    def weight(loss_type, n):  # of one token of the first row: the gradient of the aggregate
+    def weight(loss_type, n):                                           # of a token: the gradient of the aggregate
         mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
         token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
-        if loss_type == "bnpo":  # two microbatches of two answers, each divided by its own tokens, then their mean
+        if loss_type == "bnpo":                                         # the mean of two microbatches of two answers
             parts = (slice(0, 2), slice(2, 4))
             loss = sum(grpo.aggregate(token_loss[rows], mask[rows], loss_type="bnpo") for rows in parts) / 2
         else:
             loss = grpo.aggregate(token_loss, mask, loss_type=loss_type, max_completion_length=100)
         return torch.autograd.grad(loss, token_loss)[0][0, 0].item()
 
-    lengths = range(1, 101)
-    figure, axes = plt.subplots(1, 2)
-    styles = {"grpo": (RED, "-"), "bnpo": (ORANGE, "--"), "dapo": (BLUE, "-"), "dr_grpo": (GREEN, "-")}
-    names = {"bnpo": "bnpo (2 microbatches)", "dr_grpo": "dr_grpo (L = 100)"}
+    lengths, ends = range(1, 101), ([], [])
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.9))
+    styles = {"grpo": (theme.orange, "-"), "bnpo": (theme.grey, "--"), "dapo": (theme.blue, "-"),
+              "dr_grpo": (theme.ink, ":")}
     for loss_type, (colour, line) in styles.items():
         token = [weight(loss_type, n) for n in lengths]
-        for axis, y in (axes[0], token), (axes[1], [n * w for n, w in zip(lengths, token)]):
-            axis.plot(lengths, y, line, color=colour, lw=2, label=names.get(loss_type, loss_type))
-    axes[0].set(title="weight of one token", ylim=(0, 0.02), ylabel="∂L / ∂(token loss)")
-    axes[1].set(title="weight of the whole answer", ylim=(0, 0.5), ylabel="sum over the answer's tokens")
-    for axis in axes:
+        name = {"bnpo": "bnpo (2 parts)", "dr_grpo": "dr_grpo (L = 100)"}.get(loss_type, loss_type)
+        for k, y in (0, token), (1, [n * w for n, w in zip(lengths, token)]):
+            axes[k].plot(lengths, y, line, color=colour, lw=2.2)
+            ends[k].append((y[-1], name, colour))
+    axes[0].set_title("Token: grpo divides by n")
+    axes[0].set(ylim=(0, 0.02), ylabel="weight of one token")
+    axes[1].set_title("Answer: equal under grpo")
+    axes[1].set(ylim=(0, 0.5), ylabel="weight of all its tokens")
+    for axis, labels in zip(axes, ends):
         axis.set(xlabel="n, tokens in the answer", xlim=(0, 100))
-    axes[0].legend(fontsize=9)
-    save(figure, "length_bias.png")
+        label_ends(axis, 100, labels)
+    return figure
 
 
-def variants():
-    """Page 15: the weight of ∇log π at each of the page's nine tokens."""
+def variants(theme):
+    """Page 15: the weight of ∇log π over ρ: lines for the methods, dots for the page's nine tokens."""
     A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]]).double()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
     methods = {
-        "clip, ε = 0.2": {},
-        "DAPO": dict(epsilon_high=0.28),
-        "GSPO": dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-        "CISPO": dict(policy_loss="cispo", epsilon_high=5.0),
-        "SAPO": dict(policy_loss="sapo"),
+        "clip, ε = 0.2": (theme.ink, "-", {}),
+        "DAPO": (theme.blue, "--", dict(epsilon_high=0.28)),
+        "CISPO": (theme.orange, "-", dict(policy_loss="cispo", epsilon_high=5.0)),
+        "SAPO": (theme.blue, ":", dict(policy_loss="sapo")),
+        "GSPO": (theme.grey, "none", dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4)),
     }
-    figure, axis = plt.subplots()
-    for i, ((name, options), colour) in enumerate(zip(methods.items(), (GREY, BLUE, GREEN, ORANGE, RED))):
+
+    def weights(log_ratio, A, mask, options):
         logps = log_ratio.clone().requires_grad_()
-        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros(4, 3).double(), loss_type="dapo", **options)
-        axis.bar(
-            [k + 0.16 * (i - 2) for k in range(9)],
-            (-9 * torch.autograd.grad(loss, logps)[0][mask == 1]).tolist(),
-            0.15,
-            color=colour,
-            label=name,
-        )
-    rows, columns = (mask == 1).nonzero().T.tolist()
-    ticks = [f"answer {i + 1}\nρ = {log_ratio[i, t].exp():.2f}" for i, t in zip(rows, columns)]
-    axis.set(xticks=range(9), xticklabels=ticks, ylabel="weight of ∇log π", ylim=(-1.7, 1.7))
-    axis.set_title("two right answers, two wrong ones")
-    axis.tick_params(axis="x", labelsize=7.5)
-    axis.axhline(0, color="black", lw=0.8)
-    axis.legend(fontsize=8, ncol=5, loc="upper right")
-    save(figure, "variants.png")
+        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros_like(logps), loss_type="dapo", **options)
+        return -mask.sum() * torch.autograd.grad(loss, logps)[0]
+
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3))
+    over = torch.linspace(0.5, 1.6, 441, dtype=torch.float64).log()[None]
+    for axis, sign in zip(axes, (1.0, -1.0)):
+        rows = A == sign
+        for i, (name, (colour, line, options)) in enumerate(methods.items()):
+            if line != "none":
+                y = weights(over, torch.tensor([sign], dtype=torch.float64), torch.ones_like(over), options)[0]
+                axis.plot(over.exp()[0], y, line, color=colour, lw=1.6)
+            y = weights(log_ratio, A, mask, options)[rows][mask[rows] == 1]
+            axis.plot(log_ratio[rows][mask[rows] == 1].exp(), y, "osDv^"[i], color=colour, ms=5)
+            axis.text(1.03, 0.95 - 0.1 * i, f"{'●■◆▼▲'[i]} {name}", color=colour, size=9, transform=axis.transAxes)
+        axis.set(xlabel="ratio ρ of the token", ylim=(-0.15, 1.7) if sign > 0 else (-1.7, 0.15))
+        axis.axhline(0, color=theme.grey, lw=0.8)
+    axes[0].set(ylabel="weight of ∇log π")
+    axes[0].set_title("A = +1: clip stops, CISPO goes on")
+    axes[1].set_title("A = −1: clip stops, CISPO goes on")
+    return figure
 
 
-def which_groups_teach():
+def which_groups_teach(theme):
     """Page 6: silent groups in theory, and in the run of tiny_run.csv."""
-    run = numpy.genfromtxt(PICTURES / "tiny_run.csv", delimiter=",", names=True, deletechars="")
+    run = csv("tiny_run.csv")
     p = torch.linspace(0, 1, 201, dtype=torch.float64)
-    figure, (left, second) = plt.subplots(1, 2)
-    for G, colour in zip((2, 8, 16, 64), (GREY, BLUE, ORANGE, RED)):
-        left.plot(p, p**G + (1 - p) ** G, color=colour, lw=2, label=f"G = {G}")
-    left.set(xlabel="p, share of right answers", ylabel="share of silent groups", title="p^G + (1 - p)^G")
-    left.legend(fontsize=9, loc="upper center")
-    curves = {"accuracy": (run["rewards/accuracy_reward/mean"], BLUE),
-              "silent groups": (run["frac_reward_zero_std"], RED), "10 · entropy (nats)": (10 * run["entropy"], GREEN)}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
+    for G, colour, line in (2, theme.grey, ":"), (8, theme.blue, "-"), (16, theme.ink, "--"), (64, theme.orange, "-"):
+        left.plot(p, p**G + (1 - p) ** G, line, color=colour, lw=2, label=f"G = {G}")
+    left.set(xlabel="p, chance that an answer is right", ylabel="chance that all G agree", ylim=(0, 1.02))
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 0.04), fontsize=9, frameon=False)
+    left.set_title("Sure questions give silent groups")
+    curves = {"right answers": (run["rewards/accuracy_reward/mean"], theme.blue),
+              "silent groups": (run["frac_reward_zero_std"], theme.orange),
+              "10 · entropy": (10 * run["entropy"], theme.ink)}
+    right.set(xlabel="step of the demo (thick: the mean of ten)", ylim=(0, 1.05), xlim=(0, run["step"][-1]))
     for label, (values, colour) in curves.items():
-        second.plot(run["step"], values, color=colour, lw=0.8, alpha=0.25)
-        means = numpy.convolve(values, numpy.ones(10) / 10, "valid")
-        second.plot(run["step"][5:-4], means, color=colour, lw=2, label=label)
-    second.set(xlabel="step", ylim=(0, 1.05), title="python grpo.py --model tiny")
-    second.legend(fontsize=9, loc="center right", bbox_to_anchor=(1, 0.68))
-    save(figure, "which_groups_teach.png")
+        right.plot(run["step"], values, color=colour, lw=0.8, alpha=0.3)
+        right.plot(run["step"][5:-4], numpy.convolve(values, numpy.ones(10) / 10, "valid"), color=colour, lw=2.2)
+    ends = [(values[-10:].mean(), label, colour) for label, (values, colour) in curves.items()]
+    label_ends(right, run["step"][-1], ends)
+    right.set_title("Silent groups dip while it learns")
+    return figure
 
 
-def collapse():
-    """Page 6: the same run with a learning rate of 3e-3."""
-    run = numpy.genfromtxt(PICTURES / "collapsed_run.csv", delimiter=",", names=True, deletechars="")
-    figure, (left, second) = plt.subplots(1, 2)
-    left.plot(run["step"], run["rewards/accuracy_reward/mean"], color=BLUE, lw=1.2, label="accuracy")
-    left.plot(run["step"], run["rewards/think_format_reward/mean"], color=ORANGE, lw=1.2, label="think format")
-    left.plot(run["step"], run["frac_reward_zero_std"], color=RED, lw=1.2, label="silent groups")
-    left.set(xlabel="step", ylim=(0, 1.05), title="--learning_rate 3e-3")
-    left.legend(fontsize=9, loc="center right")
-    second.plot(run["step"], run["entropy"], color=GREEN, lw=1.2, label="entropy (nats)")
-    second.plot(run["step"], run["completions/clipped_ratio"], color=GREY, lw=1.2, label="cut off at the limit")
-    second.plot(run["step"], run["loss"], color=RED, lw=1.2, label="loss")
-    second.set(xlabel="step", ylim=(-0.15, 1.05), title="the same run")
-    second.legend(fontsize=9, loc="center right")
-    save(figure, "collapse.png")
+def collapse(theme):
+    """Reading a run: collapsed_run.csv."""
+    run = csv("collapsed_run.csv")
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
+    curves = ({"right answers": (run["rewards/accuracy_reward/mean"], theme.blue),
+               "well-formed": (run["rewards/think_format_reward/mean"], theme.ink),
+               "silent groups": (run["frac_reward_zero_std"], theme.orange)},
+              {"entropy (nats)": (run["entropy"], theme.ink), "cut off": (run["completions/clipped_ratio"], theme.grey),
+               "loss": (run["loss"], theme.orange)})
+    for axis, lines in zip(axes, curves):
+        for values, colour in lines.values():
+            axis.plot(run["step"], values, color=colour, lw=1.6)
+        axis.set(xlabel="step", xlim=(0, run["step"][-1]))
+        ends = [(values[-5:].mean(), label, colour) for label, (values, colour) in lines.items()]
+        label_ends(axis, run["step"][-1], ends)
+    axes[0].set_title("Too fast: no answer is right")
+    axes[1].set_title("Entropy shows it, the loss does not")
+    return figure
 
 
-def learning_curves():
-    """README: the demo with ten seeds."""
-    runs = numpy.genfromtxt(PICTURES / "tiny_seeds.csv", delimiter=",", names=True, deletechars="")
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3))
-    titles = {"rewards/accuracy_reward/mean": "right answers of a step's samples", "entropy": "entropy (nats a token)",
-              "frac_reward_zero_std": "silent groups: all rewards equal"}
-    for axis, (name, title), colour in zip(panels, titles.items(), (BLUE, GREEN, RED)):
-        curves = runs[name].reshape(-1, 120)                            # a row for each seed
-        axis.plot(range(1, 121), curves.T, color=colour, lw=0.7, alpha=0.3)
-        axis.plot(range(1, 121), curves.mean(0), color=colour, lw=2)
-        axis.set(title=title, xlabel="step", ylim=(0, 0.07) if name == "entropy" else (0, 1.02))
-    save(figure, "curve.png")
+DRAWINGS = {"grpo": method_in_one_picture, "curve": learning_curves, "one_page": one_page,
+            "loss_and_learning": loss_and_learning, "clipping": clipping, "kl_estimators": kl_estimators,
+            "length_bias": length_bias, "variants": variants, "which_groups_teach": which_groups_teach,
+            "collapse": collapse}
 
 
-def group(folder=PICTURES):
-    """README: explain.py's page of a group, and its tokens as a browser draws them, after five updates."""
-    page, picture = folder / "group.html", folder / "group.png"
-    subprocess.run([sys.executable, HERE / "explain.py", "--html", page], check=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        tokens = Path(scratch, "tokens.html")                           # the page without the text above them
-        tokens.write_text(page.read_text().replace("</style>", "h1 ~ p:not(#key, #note) { display: none } </style>"))
-        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={scratch}/profile",
-                        f"--screenshot={picture}", "--window-size=1200,910", f"{tokens.as_uri()}?5"], check=True)
-    Image.open(picture).quantize(128).save(picture, optimize=True)      # from PIL, which comes with matplotlib
-
+# The runs -------------------------------------------------------------------------------------------------------------
 
 METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
            "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
 
 
-def run_tiny(csv, *flags):
-    """Run the demo in an empty folder, and write its metrics; what the demo printed, and the lines of the metrics."""
+def run_tiny(name, *flags):
+    """Run the demo in an empty folder and write its metrics; what the demo printed, and the lines of the metrics."""
     folder = Path(tempfile.mkdtemp())
     command = [sys.executable, str(HERE.parent / "grpo.py"), "--model", "tiny", *flags]
     printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     log = [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
-    rows = [",".join(f"{line[name]:.5g}" for name in METRICS) for line in log]
-    (PICTURES / csv).write_text("\n".join([",".join(METRICS), *rows]) + "\n")
+    rows = [",".join(f"{line[metric]:.5g}" for metric in METRICS) for line in log]
+    (PICTURES / name).write_text("\n".join([",".join(METRICS), *rows]) + "\n")
     return printed, rows
+
+
+def runs():
+    """tiny_run.csv, collapsed_run.csv and tiny_seeds.csv; what the first of these runs printed."""
+    printed, _ = run_tiny("tiny_run.csv")
+    run_tiny("collapsed_run.csv", "--learning_rate", "3e-3")
+    all_rows = [",".join(METRICS)]
+    for seed in range(10):
+        output, rows = run_tiny("tiny_seeds.csv", "--seed", str(seed))
+        print(f"seed {seed}: {output.splitlines()[-1]}; samples of the last ten steps: "
+              f"{numpy.mean([float(row.split(',')[1]) for row in rows[-10:]]):.3f}", flush=True)
+        all_rows += rows
+    (PICTURES / "tiny_seeds.csv").write_text("\n".join(all_rows) + "\n")
+    return printed
+
+
+def group(argv=()):
+    """pictures/group.html: explain.py's page, and its first fork over a whole run of the demo from the same weights."""
+    _, options, config = explain.parse(list(argv))
+    policy, tokenizer, dataset, reward_funcs = explain.load(options, config)
+    weights = copy.deepcopy(policy.state_dict())
+    seen = explain.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, explain.forgets_the_carry)
+    data = explain.group_data(seen, tokenizer, config)
+    policy.load_state_dict(weights)
+    data["whole_run"] = whole_run(seen, policy, tokenizer, dataset, reward_funcs)
+    (PICTURES / "group.html").write_text(explain.page(data), encoding="utf-8")
+
+
+def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
+    """The probabilities of the best and the worst word at the first fork, before and after each step of the demo."""
+    beginning, pulls = next(iter(seen.forks.items()))
+    words = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]
+    demo, _ = grpo.parse_options(["--model", "tiny"])
+    probabilities = []
+
+    def note():
+        with torch.no_grad():
+            probs = explain.next_token_probs(policy, seen.rollout, beginning, demo)
+        probabilities.append([float(f"{p:.7g}") for p in probs[words].tolist()])
+
+    note()
+    for _ in grpo.train(policy, tokenizer, dataset, reward_funcs, demo):
+        note()
+    return {"words": [tokenizer.decode([word]) for word in words], "probabilities": probabilities}
 
 
 def rewrite(page, pattern, text):
@@ -267,41 +476,35 @@ def rewrite(page, pattern, text):
     page.write_text(new)
 
 
-def runs():
-    """What README and page 6 say of the demo, made anew."""
-    printed, _ = run_tiny("tiny_run.csv")
-    run_tiny("collapsed_run.csv", "--learning_rate", "3e-3")
-    all_rows = [",".join(METRICS)]
-    for seed in range(10):
-        last_line, rows = run_tiny("tiny_seeds.csv", "--seed", str(seed))
-        print(f"seed {seed}: {last_line.splitlines()[-1]}; samples of the last ten steps: "
-              f"{numpy.mean([float(row.split(',')[1]) for row in rows[-10:]]):.3f}")
-        all_rows += rows
-    (PICTURES / "tiny_seeds.csv").write_text("\n".join(all_rows) + "\n")
-    rewrite(HERE.parent / "README.md", r"^before GRPO.*?^held-out accuracy[^\n]*\n", printed)
-    tiny, collapsed = (numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="")
-                       for name in ("tiny_run.csv", "collapsed_run.csv"))
+def pages(printed):
+    """The demo's output in README, and the table of reading_a_run.md."""
+    demo = r"^before GRPO.*?^held-out accuracy[^\n]*\n"
+    rewrite(HERE.parent / "README.md", demo, re.search(demo, printed, re.M | re.S)[0])
+    tiny, collapsed = csv("tiny_run.csv"), csv("collapsed_run.csv")
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(HERE / "06_which_groups_teach.md", rf"^\| `{name}` \|[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(HERE / "reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):
-    """The table of a library on the page of trainers, as it is printed: `figures.py checks trl`, or verl."""
+    """The table of a library on the page of trainers, as it is printed."""
     script = f"worked_examples/check_{library}.py"
     command = [sys.executable, "-W", "ignore", "worked_examples/check.py", script]
     printed = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True).stdout
-    table = printed.partition("\n\n")[0]           # without the details
+    table = printed.partition("\n\n")[0]                                # without the details
     first = f"$ python worked_examples/check.py {script}\n"
     rewrite(HERE / "check_your_trainer.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["checks"]:
-        sys.exit(checks(sys.argv[2]))
-    if sys.argv[1:] == ["run"]:
-        runs()
+def main(argv):
+    if argv[:1] == ["checks"]:
+        return checks(argv[1])
+    if argv == ["run"]:
+        printed = runs()
         group()
-    for draw in (loss_and_learning, clipping, kl_estimators, length_bias, variants, which_groups_teach, collapse,
-                 learning_curves):
-        draw()
+        pages(printed)
+    draw_all()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
