@@ -30,11 +30,13 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-TESTS = os.environ.get("DEVTESTS", str(HERE.parent / "test_grpo.py"))
+TESTS = [str(HERE.parent / "test_grpo.py"), str(HERE / "tests/test_relatives.py")]
 LIMITS = dict(start=60, call=10, function=60)       # seconds: for the import, for a call, for all calls of a function
 FORMULA = dict(group_advantages=4, per_token_logps=4, importance_ratio=4, clipped_surrogate_loss=4, kl_estimate=4,
                aggregate=4, grpo_loss=8)                                # points; the other functions 2
 LEVELS = ("formula", "beyond", "errors", "in train")
+MAIN, FURTHER = homework.main_and_further()
+LAST = ("one step of train", "in train")
 
 
 def encode(x, tensors, functions):
@@ -103,7 +105,10 @@ class Model:
 
     def __call__(self, *args, **options):
         send(self.channel, {"model": self.number, "arguments": encode((args, options), [], [])})
-        return types.SimpleNamespace(logits=decode(receive(self.channel), collector(self.inputs)))
+        answer = receive(self.channel)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return types.SimpleNamespace(logits=decode(answer, collector(self.inputs)))
 
     forward = __call__
 
@@ -161,6 +166,15 @@ def serve(path, channel):
 
 # The grader's process -------------------------------------------------------------------------------------------------
 
+def logits_of(model, args, options, inputs):
+    """A pass of the model, encoded; an error in it is a text."""
+    try:
+        inputs.append(model(*args, **options).logits)
+    except Exception as error:
+        return f"the model raises {type(error).__name__}: {error}"
+    return encode(inputs[-1], [], [])
+
+
 class Bridge(torch.autograd.Function):
     """Results that came from the student's process; their gradient is asked for there."""
 
@@ -212,9 +226,7 @@ class Student:
         timer.start()
         try:
             while "model" in (answer := receive(self.channel)):
-                args, options = decode(answer["arguments"])
-                inputs.append(models[answer["model"]](*args, **options).logits)
-                send(self.channel, encode(inputs[-1], [], []))
+                send(self.channel, logits_of(models[answer["model"]], *decode(answer["arguments"]), inputs))
             return answer
         except EOFError:
             code = self.process.wait()
@@ -292,30 +304,40 @@ class Student:
 class Results:
     """A plugin of pytest: for each function and level its tests, and why each did not pass ("" if it did)."""
 
-    def __init__(self, student, names):
-        self.student, self.names, self.tests = student, sorted(names, key=len, reverse=True), {}
+    def __init__(self, student, reasons):
+        self.student, self.reasons, self.tests = student, reasons, {}
+        self.names = sorted(reasons, key=len, reverse=True)             # the longest name that fits is meant
 
-    def function(self, item):
-        """The function in the test's name or in its parameters, else the last one that the test has called."""
+    def row(self, item, text=""):
+        """The function and the level: named by the test or its parameters, else called last, else named by a skip."""
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else []
         words = [item.name.removeprefix("test_"), *map(str, parameters)]
         named = [name for word in words for name in self.names if word.startswith(name)]
         called = [name for name in reversed(self.student.called) if name in self.names]
-        return next(iter(named + called), None)
+        skipped = [name for name in self.names if name in text.split()]
+        level = next((level for level in ("errors", "beyond") if item.get_closest_marker(level)), "formula")
+        return next(iter(named + called + skipped), None), level
+
+    def pytest_runtest_setup(self, item):
+        self.student.called.clear()
+        self.student.unwritten = None
+        mark = item.get_closest_marker("beyond")
+        if mark and mark.kwargs.get("step") == "file":
+            pytest.skip("about the text of the file: not graded")
+        function, level = self.row(item)
+        if function and (self.reasons[function] or any(self.tests.get((function, level), {}).values())):
+            self.tests.setdefault((function, level), {})[item.name] = ""
+            pytest.skip("the points are lost already")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        mark = item.get_closest_marker("beyond")
-        about_text = mark and mark.kwargs.get("step") == "file"         # of what the file looks like: not graded
-        if not about_text and (call.when == "call" or not report.passed):
-            level = next((level for level in ("errors", "beyond") if item.get_closest_marker(level)), "formula")
-            why = "" if report.passed else f"{item.name}: {one_line(report, call)}"
-            tests = self.tests.setdefault((self.function(item), level), {})
-            tests[item.name] = why, self.student.unwritten
-        if call.when == "teardown":
-            self.student.called.clear()
-            self.student.unwritten = None
+        if call.when == "call":
+            why = "" if report.passed else one_line(report, call)
+            function, level = self.row(item, why)
+            if function in FURTHER or self.student.unwritten not in FURTHER:
+                tests = self.tests.setdefault((function, level), {})
+                tests[item.name] = why and f"{item.name}: {why}"
         return report
 
 
@@ -326,9 +348,9 @@ def one_line(report, call):
     return "; ".join(ends or [f"{call.excinfo.typename}: {lines[0]}" if lines else call.excinfo.typename])
 
 
-def run_tests(student, names, fixed):
-    """test_grpo.py on a student's functions: {(function, level): {test: (reason, function not written yet)}}."""
-    results = Results(student, names)
+def run_tests(student, reasons, fixed):
+    """test_grpo.py on a student's functions: {(function, level): {test: reason}}."""
+    results = Results(student, reasons)
     hypothesis.settings.register_profile("grading", deadline=None, database=None, derandomize=True)
     hypothesis.settings.load_profile("grading")     # two runs give the same points
     with tempfile.TemporaryDirectory() as folder:
@@ -337,7 +359,7 @@ def run_tests(student, names, fixed):
         os.environ |= {"GRPO_MODULE": str(module), "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
         globals()["UNDER_TEST"] = student.functions(fixed)
         quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore"]
-        pytest.main([TESTS, "-m", "beyond or errors or not beyond", *quiet], [results])
+        pytest.main([*TESTS, "-m", "beyond or errors or not beyond", *quiet], [results])
     return results.tests
 
 
@@ -404,69 +426,69 @@ def step_with(grpo, mine, want):
         got = one_step(grpo)
     except Exception as error:
         return f"train ends with {type(error).__name__}: {error}"
-    wrong = [f"{name} is {got.get(name)}, expected {want[name]}" for name in want if not same(got.get(name), want[name])]
-    return next(iter(wrong), "")
+    wrong = [name for name in want if not same(got.get(name), want[name])]
+    return f"{wrong[0]}: expected {want[wrong[0]]}; got {got.get(wrong[0])}" if wrong else ""
 
 
 # Points ---------------------------------------------------------------------------------------------------------------
 
 def points_of(path, variant):
     """Rows (function, level, points, reason); the points are lost if there is a reason."""
-    main, further = homework.main_and_further()
     before, after = ({name: homework.arguments(f) for name, f in homework.ours(v).items()} for v in (0, variant))
-    changed = {name: [option for option in after[name] if after[name][option] != before[name][option]] for name in after}
+    changed = {name: [option for option in after[name] if after[name][option] != before[name][option]]
+               for name in after}
     fixed = {name: {option: ast.literal_eval(before[name][option]) for option in changed[name]} for name in after}
     try:
         reasons, theirs = homework.written(path, variant)
     except (SyntaxError, ValueError) as error:
         reasons, theirs = dict.fromkeys(after, f"the file cannot be read: {error}"), {}
     student = Student(path)
+    if None in student.broken:
+        reasons = {name: reasons[name] or student.broken[None] for name in reasons}
     try:
-        tests = run_tests(student, main + further, fixed)
-        if None in student.broken:
-            reasons = {name: reasons[name] or student.broken[None] for name in reasons}
+        tests = run_tests(student, reasons, fixed)
         mine = {name: f for name, f in student.functions({}).items() if reasons.get(name) == ""}
         found = in_train(homework.load(variant), mine)
-        left = [name for name in main if name not in mine]
+        left = [name for name in MAIN if name not in mine]
         last = f"{', '.join(left)} not yet" if left else step_with(
-            homework.load(variant), {name: mine[name] for name in main}, one_step(homework.load(variant)))
+            homework.load(variant), {name: mine[name] for name in MAIN}, one_step(homework.load(variant)))
     finally:
         student.kill()
     rows = []
-    for name in main + further:
+    for name in MAIN + FURTHER:
         defaults = homework.arguments(theirs[name]) if name in theirs else {}
         wrong = [f"the default of {option} is {after[name][option]} in this variant" for option in changed[name]
                  if defaults.get(option) != after[name][option]]
         for level in LEVELS:
-            failed = [why for why, unwritten in tests.get((name, level), {}).values()
-                      if name in further or unwritten not in further]
+            failed = [why for why in tests.get((name, level), {}).values() if why]
             points = min(len(tests.get((name, level), {})), 1)
             if level == "formula":
                 points, failed = FORMULA.get(name, 2), wrong + failed
             if level == "in train":
-                points, failed = int(hasattr(homework.load(), name)), [found.get(name, "")]
-            rows.append((name, level, points, reasons[name] or next(filter(None, failed), "")))
-    return [*rows, ("one step of train", "in train", 6, last)], main
+                points, failed = int(name in MAIN), [found[name]] if name in found else []
+            rows.append((name, level, points, reasons[name] or (failed + [""])[0]))
+    return [*rows, (*LAST, 6, last)]
 
 
 def grade(path, variant, json_file):
-    """Print the points and a line for each point lost; exit code 0 if the main line and all that was tried is right."""
-    rows, main = points_of(path, variant)
+    """Print points, and why some are lost; exit code 0 if the main line and all that was tried is right."""
+    rows = points_of(path, variant)
     print(f"{'function':30}{''.join(level.rjust(10) for level in LEVELS)}")
-    for function in dict.fromkeys(row[0] for row in rows):
-        cells = {level: f"{0 if why else most} of {most}" for name, level, most, why in rows if name == function and most}
+    for function in [*MAIN, *FURTHER, LAST[0]]:
+        cells = {row[1]: f"{0 if row[3] else row[2]} of {row[2]}" for row in rows if row[0] == function and row[2]}
         print(f"{function:30}{''.join(cells.get(level, '').rjust(10) for level in LEVELS)}")
     lost = [row for row in rows if row[2] and row[3]]
-    for name, level, most, why in lost:
-        print(f"-{most} {name}, {level}: {why}")
-    for title, part in (("the main line", [row for row in rows if row[0] in [*main, rows[-1][0]]]),
-                        ("further exercises", [row for row in rows if row[0] not in [*main, rows[-1][0]]])):
+    for name, level, points, why in lost:
+        print(f"-{points} {name}, {level}: {why}")
+    for title, names in (("the main line", [*MAIN, LAST[0]]), ("further exercises", FURTHER)):
+        part = [row for row in rows if row[0] in names]
         print(f"{title}: {sum(row[2] for row in part if not row[3])} of {sum(row[2] for row in part)} points")
     if json_file:
-        tests = [{"name": f"{name}, {level}", "score": 0 if why else most, "max_score": most, "output": why}
-                 for name, level, most, why in rows if most]
-        Path(json_file).write_text(json.dumps({"score": sum(test["score"] for test in tests), "tests": tests}, indent=1))
-    return int(any(name in [*main, rows[-1][0]] or why != "not written" for name, _, _, why in lost))
+        tests = [{"name": f"{name}, {level}", "score": 0 if why else points, "max_score": points, "output": why}
+                 for name, level, points, why in rows if points]
+        text = json.dumps({"score": sum(test["score"] for test in tests), "tests": tests}, indent=1)
+        Path(json_file).write_text(text, encoding="utf-8")
+    return int(any(name not in FURTHER or why != "not written" for name, _, _, why in lost))
 
 
 if __name__ == "__main__":

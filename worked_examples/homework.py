@@ -40,14 +40,15 @@ def text_of(name, variant=0):
     for function in exercises("\n".join(lines)).values():
         for number in range(function.lineno - 1, function.body[0].lineno - 1):
             for option, default in VARIANTS[variant].items():
-                lines[number] = re.sub(rf"\b{option}=(?!None)[^,)]+", f"{option}={default!r}".replace("'", '"'), lines[number])
+                new_default = f"{option}={default!r}".replace("'", '"')
+                lines[number] = re.sub(rf"\b{option}=(?!None)[^,)]+", new_default, lines[number])
     return "\n".join(lines) + "\n"
 
 
 def exercises(source):
-    """The functions whose docstring names a source."""
-    return {node.name: node for node in ast.parse(source).body
-            if isinstance(node, ast.FunctionDef) and "Source:" in (ast.get_docstring(node) or "")}
+    """{name: syntax tree} of the functions with a docstring, in grpo.py those of the maths."""
+    nodes = ast.parse(source.partition("\n# §9 ")[0]).body
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
 
 
 def main_and_further():
@@ -73,15 +74,21 @@ def rungs():
 
 
 def new(path, variant):
-    notation = text_of("grpo.py").split('"""')[1].partition("Notation")[2].partition('\n\n')[0]
+    """Write the file for the student; an error if it exists."""
+    paragraphs = text_of("grpo.py").split('"""')[1].split("\n\n")
+    notation = next(text for text in paragraphs if text.startswith("Notation"))
+    shapes = next(text for text in paragraphs if text.startswith('"Args"')).partition("\nLeft out")[0]
+    tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
+    head = ["My GRPO." + f" Variant {variant}." * (variant > 0), __doc__.partition("\n\n")[2].rstrip(), notation, shapes,
+            "An error is a ValueError or an AssertionError, and its text begins with the argument:\n"
+            '"rewards: got ...; allowed is (B,)".', *tasks]
     ours, others = (emptied(text_of(name, variant)) for name in ("grpo.py", "relatives.py"))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
-    head = [f"My GRPO. Variant {variant}." if variant else "My GRPO.", "", *__doc__.splitlines()[2:], "Notation" + notation, ""]
-    head += [f"Rung {number}. {text}\n" for number, (text, _) in rungs().items()]
     relatives = others[others.index("import grpo") + 1:]
-    with open(path, "x", encoding="utf-8") as file:                     # an error if the file exists
-        print('r"""' + "\n".join(head).rstrip(), '"""', "", "import math", "import re", "", "import torch", "",
+    with open(path, "x", encoding="utf-8") as file:
+        print('r"""' + "\n\n".join(head), '"""', "", "import math", "import re", "", "import torch", "",
               *ours[first:last], "# Further exercises: relatives of GRPO " + "-" * 68, *relatives, sep="\n", file=file)
+    return 0
 
 
 # A student's file -----------------------------------------------------------------------------------------------------
@@ -96,9 +103,9 @@ def load(variant=0):
 
 def arguments(function):
     """{argument: default} of a function in a syntax tree; None where it has none."""
-    given, words = function.args.defaults, function.args.kwonlyargs
-    positional = zip(function.args.args, [None] * (len(function.args.args) - len(given)) + given)
-    return {arg.arg: default and ast.unparse(default) for arg, default in [*positional, *zip(words, function.args.kw_defaults)]}
+    args = function.args
+    defaults = [None] * (len(args.args) - len(args.defaults)) + args.defaults + args.kw_defaults
+    return {arg.arg: default and ast.unparse(default) for arg, default in zip(args.args + args.kwonlyargs, defaults)}
 
 
 def ours(variant=0):
@@ -110,8 +117,8 @@ def written(path, variant=0):
     """{name: reason}: "" or why a student's file has nothing of its own there; and its functions' syntax trees."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     mine = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    imported = {alias.asname or alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-                for alias in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
 
     def body(function):
         return [ast.dump(line) for line in function.body if not isinstance(line, (ast.Expr, ast.Assert))]
@@ -209,7 +216,8 @@ def compare(paths, seeds, flags):
         third = max(len(curves[0]) // 3, 1)
         for i in range(0, len(curves[0]), third):
             means = [statistics.mean(curve[i:i + third]) for curve in curves]
-            print(f"{path}, reward of steps {i + 1}-{i + third}: {statistics.mean(means):.3f} ± {statistics.pstdev(means):.3f}")
+            mean, std = statistics.mean(means), statistics.pstdev(means)
+            print(f"{path}, reward of steps {i + 1}-{i + third}: {mean:.3f} ± {std:.3f}")
         print(f"{path}, held-out accuracy: {', '.join(f'{x:.2f}' for x in greedy)}")
         steps, columns = range(1, len(curves[0]) + 1), list(zip(*curves))
         line, = pyplot.plot(steps, [statistics.mean(column) for column in columns], label=path)
@@ -229,7 +237,7 @@ def reveal(number, predictions):
     if number not in rungs():
         raise ValueError(f"--reveal: got {number}; allowed is one of {', '.join(map(str, rungs()))}")
     if not re.search(rf"^{number}: *\S", said, re.M):
-        raise ValueError(f"--reveal: {predictions} has no prediction yet; allowed after a line \"{number}: what you expect\"")
+        raise ValueError(f"--reveal: {predictions} has no line \"{number}: what you expect\" yet")
     print(rungs()[number][1])
     return 0
 
