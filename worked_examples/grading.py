@@ -335,6 +335,7 @@ class Results:
         if call.when == "call":
             why = "" if report.passed else one_line(report, call)
             function, level = self.row(item, why)
+            why = why and self.student.broken.get(function, why)        # what ended the process counts
             if function in FURTHER or self.student.unwritten not in FURTHER:
                 tests = self.tests.setdefault((function, level), {})
                 tests[item.name] = why and f"{item.name}: {why}"

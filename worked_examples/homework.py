@@ -77,7 +77,7 @@ def new(path, variant):
     """Write the file for the student; an error if it exists."""
     paragraphs = text_of("grpo.py").split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
-    shapes = next(text for text in paragraphs if text.startswith('"Args"')).partition("\nLeft out")[0]
+    shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
     tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
     head = ["My GRPO." + f" Variant {variant}." * (variant > 0), __doc__.partition("\n\n")[2].rstrip(), notation, shapes,
             "An error is a ValueError or an AssertionError, and its text begins with the argument:\n"
@@ -230,50 +230,43 @@ def compare(paths, seeds, flags):
     return 0
 
 
-def reveal(number, predictions):
-    """The answer of a rung, if a prediction for it is in the file."""
-    path = Path(predictions)
+def reveal(number):
+    """The answer of a rung, if predictions.txt has a prediction."""
+    path = Path("predictions.txt")
     said = path.read_text(encoding="utf-8") if path.exists() else ""
     if number not in rungs():
         raise ValueError(f"--reveal: got {number}; allowed is one of {', '.join(map(str, rungs()))}")
     if not re.search(rf"^{number}: *\S", said, re.M):
-        raise ValueError(f"--reveal: {predictions} has no line \"{number}: what you expect\" yet")
+        raise ValueError(f"--reveal: predictions.txt has no line \"{number}: what you expect\" yet")
     print(rungs()[number][1])
     return 0
 
 
-def options_of(argv):
-    parser = argparse.ArgumentParser(prog="homework.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="a student's file; then grpo.py's flags")
+def main(argv):
+    if argv and not argv[0].startswith("-"):
+        return run(argv[0], argv[1:])
+    parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--variant", type=int, choices=VARIANTS, default=0)
     parser.add_argument("--reveal", type=int, metavar="N")
-    parser.add_argument("--predictions", default="predictions.txt", metavar="FILE")
     parser.add_argument("--compare", nargs=2, metavar="FILE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    return parser, *parser.parse_known_args(argv)
-
-
-def main(argv):
-    parser, options, flags = options_of(argv)
+    options, flags = parser.parse_known_args(argv)
     try:
         if options.new:
             return new(options.new, options.variant)
         if options.reveal is not None:
-            return reveal(options.reveal, options.predictions)
+            return reveal(options.reveal)
         if options.compare:
             return compare(options.compare, options.seeds, flags)
         if options.grade:
             import grading
             return grading.grade(options.grade, options.variant, options.json)
-        if options.file:
-            return run(options.file, flags)
     except (OSError, ValueError) as error:
         parser.exit(2, f"homework.py: error: {error}\n")
-    parser.print_help()
+    parser.print_usage()
     return 2
 
 
