@@ -302,7 +302,7 @@ class Student:
 # Tests ----------------------------------------------------------------------------------------------------------------
 
 class Results:
-    """A plugin of pytest: for each function and level its tests, and why each did not pass ("" if it did)."""
+    """A plugin of pytest: for each function and level its tests, and why each failed; None: it could not run."""
 
     def __init__(self, student, reasons):
         self.student, self.reasons, self.tests = student, reasons, {}
@@ -338,7 +338,7 @@ class Results:
             why = why and self.student.broken.get(function, why)        # what ended the process counts
             if function in FURTHER or self.student.unwritten not in FURTHER:
                 tests = self.tests.setdefault((function, level), {})
-                tests[item.name] = why and f"{item.name}: {why}"
+                tests[item.name] = None if "has no argument" in why else why and f"{item.name}: {why}"
         return report
 
 
@@ -444,11 +444,14 @@ def points_of(path, variant):
     except (SyntaxError, ValueError) as error:
         reasons, theirs = dict.fromkeys(after, f"the file cannot be read: {error}"), {}
     student = Student(path)
+    lacks = {name: why for name, why in reasons.items() if why.startswith("has no argument")}
+    reasons |= dict.fromkeys(lacks, "")
     if None in student.broken:
         reasons = {name: reasons[name] or student.broken[None] for name in reasons}
     try:
         tests = run_tests(student, reasons, fixed)
-        mine = {name: f for name, f in student.functions({}).items() if reasons.get(name) == ""}
+        mine = {name: f for name, f in student.functions({}).items() if name in reasons and not reasons[name]}
+        mine = {name: f for name, f in mine.items() if name not in lacks}
         found = in_train(homework.load(variant), mine)
         left = [name for name in MAIN if name not in mine]
         last = f"{', '.join(left)} not yet" if left else step_with(
@@ -461,12 +464,15 @@ def points_of(path, variant):
         wrong = [f"the default of {option} is {after[name][option]} in this variant" for option in changed[name]
                  if defaults.get(option) != after[name][option]]
         for level in LEVELS:
-            failed = [why for why in tests.get((name, level), {}).values() if why]
-            points = min(len(tests.get((name, level), {})), 1)
+            whys = list(tests.get((name, level), {}).values())
+            failed = list(filter(None, whys)) + ["no test could run"] * (set(whys) == {None})
+            points = min(len(whys), 1)
             if level == "formula":
                 points, failed = FORMULA.get(name, 2), wrong + failed
-            if level == "in train":
+            elif level == "in train":
                 points, failed = int(name in MAIN), [found[name]] if name in found else []
+            if level != "formula" and name in lacks:                    # its docstring promises it, train passes it
+                failed = [lacks[name]]
             rows.append((name, level, points, reasons[name] or (failed + [""])[0]))
     return [*rows, (*LAST, 6, last)]
 
