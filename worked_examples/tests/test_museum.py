@@ -1,0 +1,73 @@
+"""Each exhibit of bug_museum.md, and each mistake of textbook.py, is caught by the laws that it names."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+TESTS = Path(__file__).resolve().parent
+EXAMPLES, ROOT = TESTS.parent, TESTS.parents[1]
+SPOT, BOOK = runpy.run_path(str(EXAMPLES / "spot_the_bug.py")), runpy.run_path(str(TESTS / "textbook.py"))
+settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+                          max_examples=20)
+
+
+class Failures(list):
+    """A pytest plugin: what the tests raised."""
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.when == "call" and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
+            self.append(call.excinfo)
+
+
+def without(root):
+    """Take the modules of a repository out of sys.modules."""
+    folders = [str(root / folder) for folder in ("", "worked_examples", "worked_examples/tests")]
+    found = [name for name, module in sys.modules.items()
+             if str(Path(getattr(module, "__file__", None) or "?").parent) in folders]
+    return {name: sys.modules.pop(name) for name in found}
+
+
+@pytest.fixture
+def missed(tmp_path, monkeypatch):
+    """A function: which of these laws do not fail in a copy of the repository with this text as that file."""
+    def run(file, text, laws):
+        copy, missed = tmp_path / "copy", []
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "pictures", "__pycache__"))
+        tests = (ROOT / "test_grpo.py").read_text().replace('load_profile("grpo")', 'load_profile("quick")')
+        (copy / "test_grpo.py").write_text(tests)                       # a failure is enough, it need not be shrunk
+        (copy / file).write_text(text)
+        ours = without(ROOT)
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in map(str, (ROOT, EXAMPLES, TESTS))])
+        for law in laws:
+            path = next(path for path in (ROOT / "test_grpo.py", *TESTS.glob("test_*.py")) if f"def {law}(" in path.read_text())
+            failures, quiet = Failures(), "-q -x --tb=short -p no:cacheprovider -p no:unraisableexception -W ignore".split()
+            pytest.main([*quiet, f"{copy / path.relative_to(ROOT)}::{law}"], plugins=[failures])
+            without(copy)
+            if not failures or not failures[0].errisinstance((AssertionError, pytest.fail.Exception)):
+                missed.append(law)
+        sys.modules.update(ours)
+        settings.load_profile("grpo" if "test_grpo" in ours else "default")
+        return missed
+
+    return run
+
+
+@pytest.mark.parametrize("exhibit", SPOT["exhibits"]())
+def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, missed):
+    """Each of these laws fails on grpo.py with the bug in it, and by an assertion"""
+    laws = re.findall(r"`(test_\w+)`", SPOT["exhibits"]()[exhibit].split("Caught by:")[1])
+    assert laws and not missed("grpo.py", SPOT["patched"](exhibit), laws)
+
+
+@pytest.mark.parametrize("mistake, old, new, law", BOOK["MISTAKES"], ids=[row[0] for row in BOOK["MISTAKES"]])
+def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, missed, monkeypatch, tmp_path):
+    """The law fails on a textbook's file with the mistake in it: no law is needed that goes beyond the formula"""
+    text = (TESTS / "textbook.py").read_text().split("# What a student gets wrong")[0]
+    assert text.count(old) == 1
+    monkeypatch.setenv("GRPO_MODULE", str(tmp_path / "copy/my_grpo.py"))
+    assert not missed("my_grpo.py", text.replace(old, new), [law])

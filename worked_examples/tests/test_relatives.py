@@ -1,0 +1,144 @@
+"""The specification of relatives.py, in the words and by the plumbing of test_grpo.py."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, batch, beyond, columns, expect,
+                       f64, formula_first, grid, group, grpo, laws_of_padding, logp, nan, options, reward, slope)
+
+relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/relatives.py")
+leave_one_out = lambda groups: relatives.leave_one_out_advantages(f64(groups).flatten(), len(groups[0])).view_as(f64(groups))
+
+
+@pytest.mark.parametrize("limits, lengths, want", [
+    ((1280, 256), [900, 1024, 1088, 1152, 1280, 2000], [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]),                # page 7
+    pytest.param((5, 0), [5, 6], [0.0, -1.0], marks=beyond("empty"))], ids=str)
+def test_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths, want):
+    """r = 0 up to L - c tokens, then falls as (L - c - n)/c, and is -1 from L on (DAPO eq. 13)"""
+    punish = relatives.get_soft_overlong_punishment(*limits)
+    expect(f64(punish(completion_ids=[[7] * n for n in lengths], prompts=None)), want)
+
+
+@given(batch)
+def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups):
+    """A_i = r_i - mean of the other n - 1 (RLOO); rewards 1, 0, 0, 1 (page 12)"""
+    expect(leave_one_out([[1.0, 0.0, 0.0, 1.0]]), [[2 / 3, -2 / 3, -2 / 3, 2 / 3]])
+    others = lambda group, i: sum(group[:i] + group[i + 1 :]) / (len(group) - 1)
+    expect(leave_one_out(groups), [[r - others(group, i) for i, r in enumerate(group)] for group in groups])
+
+
+@given(group, reward)
+def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewards, c):
+    """A_i(r_i + c) = A_i(r_i) + c: the baseline does not move with its own answer; GRPO's A is (n - 1)/n of it"""
+    (first, *rest), n = rewards, len(rewards)
+    expect(leave_one_out([[first + c, *rest]])[0, 0], leave_one_out([rewards])[0, 0] + c)
+    expect(leave_one_out([rewards]) * (n - 1) / n, advantages([rewards], scale_rewards="none"))
+
+
+@beyond("missing")
+@given(batch, st.integers(0, 4))
+def test_leave_one_out_advantages_treat_a_missing_reward_as_an_answer_never_drawn(groups, i):
+    """A(..., NaN, ...) = 0 there, and elsewhere A without that answer; 0 without others"""
+    want = [A[:i] + [0.0] + A[i:] for A in leave_one_out(groups).tolist()]
+    expect(leave_one_out([group[:i] + [nan] + group[i:] for group in groups]), want)
+    expect(leave_one_out([[2.0, nan]]), [[0.0, 0.0]])
+
+
+@options(dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0), dict(lam=1.0))
+@given(answers(reward, reward))
+def test_gae_advantages_match_the_oracle(options, rows):
+    """A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γ·V_{t+1} - V_t, nothing after the end; return_t = A_t + V_t"""
+    gamma, lam = options.get("gamma", 1.0), options.get("lam", 0.95)
+    delta = [[r + gamma * after - V for (r, V), (_, after) in zip(row, row[1:] + [(0, 0)])] for row in rows]
+    want = [sum((gamma * lam) ** k * x for k, x in enumerate(row[t:])) for row in delta for t in range(len(row))]
+    r, V, mask = columns(rows)
+    A, returns = relatives.gae_advantages(r, V, mask, **options)
+    expect(A[mask == 1], want)
+    expect(returns[mask == 1], A[mask == 1] + V[mask == 1])
+
+
+@given(answers(reward, reward))
+def test_gae_advantages_at_lambda_0_and_1_are_one_step_and_the_rewards_to_come(rows):
+    """λ = 0: A_t = δ_t, the critic is trusted; λ = 1: A_t + V_t = r_t + ... + r_T, it is only a baseline (page 12)"""
+    for lam, want in ((0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])):
+        r, V = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
+        expect(relatives.gae_advantages(r, V, torch.ones(1, 3), lam=lam)[0], [want])
+    r, V, mask = columns(rows, padding=0.0)
+    expect(relatives.gae_advantages(r, V, mask, lam=1.0)[1], r.flip(1).cumsum(1).flip(1) * mask)
+
+
+@given(answers(logp, logp), st.lists(reward, min_size=3, max_size=3), grid(0, 2, 0.25))
+def test_kl_penalized_rewards_match_the_oracle(rows, scores, beta):
+    """r_t = -β·(log π - log π_ref), and the answer's score at its last token (DeepSeekMath eq. 2; page 12)"""
+    logps, ref, mask = columns(rows)
+    want = [-beta * (p - q) + score * (t + 1 == len(row)) for row, score in zip(rows, scores) for t, (p, q) in enumerate(row)]
+    expect(relatives.kl_penalized_rewards(f64(scores[: len(rows)]), logps, ref, mask, beta=beta)[mask == 1], want)
+
+
+@beyond("padding")
+def test_kl_penalized_rewards_pay_the_score_at_the_last_real_token_of_a_mask_with_a_hole():
+    """m = 1, 0, 1, 0: the score is at the third token, and nothing of the others gets in"""
+    logps, ref = f64([[1.0, nan, 2.0, nan]]), f64([[0.5, nan, 3.0, 0.0]])
+    got = relatives.kl_penalized_rewards(f64([3.0]), logps, ref, f64([[1, 0, 1, 0]]), beta=0.1)
+    expect(got, [[-0.05, 0.0, 3.1, 0.0]])
+
+
+@given(answers(grid(0, 2, 0.25)), grid(0, 1, 0.125))
+def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quantile):
+    """m = 1 where H >= the (1 - quantile)-quantile of the real tokens' H, interpolated between neighbours (page 8)"""
+    kept = lambda rows, quantile: (lambda H, mask: relatives.top_entropy_mask(H, mask, quantile)[mask == 1])(*columns(rows, 9.0))
+    for fraction, want in ((0.4, [0, 1, 0, 1, 0]), (0.2, [0, 1, 0, 0, 0]), (1.0, [1] * 5)):
+        expect(kept([[(0.1,), (2.0,), (0.3,)], [(1.5,), (0.2,)]], fraction), want)
+    H = sorted(h for row in rows for h, in row)
+    place = (1 - quantile) * (len(H) - 1)
+    below, above = H[math.floor(place)], H[math.ceil(place)]
+    threshold = below + (place - math.floor(place)) * (above - below)
+    expect(kept(rows, quantile), [float(h >= threshold) for row in rows for h, in row])
+
+
+@options(dict(cap=1.2))
+@given(logp, logp)
+def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options, old, sampled):
+    """w = min(exp(log π_old - log π_sampler), cap): e^0.1 = 1.1052, and 2 for e² (page 8); no gradient flows into it"""
+    w = lambda x, y: relatives.truncated_importance_ratio(x, y, **options)
+    expect(w(f64(old), f64(sampled)), min(math.exp(old - sampled), options.get("cap", 2.0)))
+    expect(slope(lambda x: w(x, f64(sampled)), f64(old)) + slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
+
+
+@options(dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
+@given(answers(logp, logp, logp, advantage, grid(0, 2, 0.25)), grid(0, 1, 0.25))
+def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows, quantile):
+    """aggregate(l·m·w) + β·KL, as TRL has it, is grpo_loss with A·m·w: entropy mask m, sampler's correction w"""
+    logps, old, sampled, A, H, mask = columns(rows)
+    weight = relatives.top_entropy_mask(H, mask, quantile) * relatives.truncated_importance_ratio(old, sampled)
+    loss = lambda A: grpo.grpo_loss(logps, A, mask, old_logps=old, ref_logps=sampled, beta=0.1, **options)[0]
+    with_kl = loss(0 * A)                                               # l of a token is the loss where other A are 0
+    alone = torch.eye(A.numel(), dtype=A.dtype).view(-1, *A.shape)[mask.flatten() == 1] * A
+    want = sum(w * (loss(one) - with_kl) for w, one in zip(weight[mask == 1], alone))
+    expect(loss(A * weight), want + with_kl)
+
+
+globals().update({name: law for name, law in laws_of_padding({
+    "gae_advantages": lambda x, y, m: torch.cat(relatives.gae_advantages(x, y, m)),
+    "kl_penalized_rewards": lambda x, y, m: relatives.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1),
+    "top_entropy_mask": lambda x, y, m: relatives.top_entropy_mask(x, m, 0.5).double()}).items() if "test_" in name})
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("argument, call", [
+    ("soft_punish_cache", lambda x: relatives.get_soft_overlong_punishment(4, 5)),
+    ("values", lambda x: relatives.gae_advantages(x, x[0], x)), ("entropies", lambda x: relatives.top_entropy_mask(x, x[0], 1)),
+    ("scores", lambda x: relatives.kl_penalized_rewards(x[0], x, x, x, beta=0.1)),
+    ("completion_mask", lambda x: relatives.kl_penalized_rewards(x[:, 0], x, x, x[0], beta=0.1)),
+    ("sampling_logps", lambda x: relatives.truncated_importance_ratio(x, x[0]))])
+def test_a_wrong_shape_is_an_error_that_names_the_argument(argument, call):
+    """Never a result that was broadcast in silence"""
+    with pytest.raises((AssertionError, ValueError), match=rf"^{argument}: got"):
+        call(torch.ones(2, 3))
