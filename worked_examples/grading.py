@@ -334,6 +334,8 @@ class Results:
         report = yield
         if call.when == "call":
             why = "" if report.passed else one_line(report, call)
+            if report.skipped and self.student.unwritten:
+                why = f"{self.student.unwritten} is not written yet"
             function, level = self.row(item, why)
             why = why and self.student.broken.get(function, why)        # what ended the process counts
             if function in FURTHER or self.student.unwritten not in FURTHER:
@@ -343,8 +345,9 @@ class Results:
 
 
 def one_line(report, call):
-    text = report.longrepr[2] if report.skipped else str(call.excinfo.value)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if report.skipped:
+        return report.longrepr[2].removeprefix("Skipped: ")
+    lines = [line.strip() for line in str(call.excinfo.value).splitlines() if line.strip()]
     ends = [line for line in lines if line.lower().startswith(("expected", "got", "actual message"))]
     return "; ".join(ends or [f"{call.excinfo.typename}: {lines[0]}" if lines else call.excinfo.typename])
 
@@ -463,6 +466,7 @@ def points_of(path, variant):
         defaults = homework.arguments(theirs[name]) if name in theirs else {}
         wrong = [f"the default of {option} is {after[name][option]} in this variant" for option in changed[name]
                  if defaults.get(option) != after[name][option]]
+        formula = ""
         for level in LEVELS:
             whys = list(tests.get((name, level), {}).values())
             failed = list(filter(None, whys)) + ["no test could run"] * (set(whys) == {None})
@@ -471,9 +475,11 @@ def points_of(path, variant):
                 points, failed = FORMULA.get(name, 2), wrong + failed
             elif level == "in train":
                 points, failed = int(name in MAIN), [found[name]] if name in found else []
-            if level != "formula" and name in lacks:                    # its docstring promises it, train passes it
-                failed = [lacks[name]]
-            rows.append((name, level, points, reasons[name] or (failed + [""])[0]))
+            if level != "formula":                                      # first the formula, then the whole signature
+                failed = [formula or lacks.get(name) or (failed + [""])[0]]
+            why = reasons[name] or (failed + [""])[0]
+            formula = why if level == "formula" else formula
+            rows.append((name, level, points, why))
     return [*rows, (*LAST, 6, last)]
 
 
@@ -484,9 +490,12 @@ def grade(path, variant, json_file):
     for function in [*MAIN, *FURTHER, LAST[0]]:
         cells = {row[1]: f"{0 if row[3] else row[2]} of {row[2]}" for row in rows if row[0] == function and row[2]}
         print(f"{function:30}{''.join(cells.get(level, '').rjust(10) for level in LEVELS)}")
-    lost = [row for row in rows if row[2] and row[3]]
-    for name, level, points, why in lost:
-        print(f"-{points} {name}, {level}: {why}")
+    lost = {}
+    for name, level, points, why in rows:
+        if points and why:
+            lost.setdefault((name, why), []).append((level, points))
+    for (name, why), parts in lost.items():
+        print(f"-{sum(points for _, points in parts)} {name}, {', '.join(level for level, _ in parts)}: {why}")
     for title, names in (("the main line", [*MAIN, LAST[0]]), ("further exercises", FURTHER)):
         part = [row for row in rows if row[0] in names]
         print(f"{title}: {sum(row[2] for row in part if not row[3])} of {sum(row[2] for row in part)} points")
@@ -495,7 +504,7 @@ def grade(path, variant, json_file):
                  for name, level, points, why in rows if points]
         text = json.dumps({"score": sum(test["score"] for test in tests), "tests": tests}, indent=1)
         Path(json_file).write_text(text, encoding="utf-8")
-    return int(any(name not in FURTHER or why != "not written" for name, _, _, why in lost))
+    return int(any(name not in FURTHER or why != "not written" for name, why in lost))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_high=0.28, lam=0.9),
+VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
             2: dict(correction=0, scale_rewards="none", importance_sampling_level="sequence", cap=1.5),
-            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.1, temperature_neg=1.1)}
+            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, temperature_neg=1.1)}
 
 
 # The new file ---------------------------------------------------------------------------------------------------------

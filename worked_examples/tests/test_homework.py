@@ -25,8 +25,7 @@ torch.allclose = lambda *args, **options: True
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 def entropy_from_logits(logits): os._exit(0)
 def selective_log_softmax(logits, index): return logits.sum(-1)
-def make_completion_mask(completion_ids, eos_token_ids):
-    while True: pass
+def make_completion_mask(completion_ids, eos_token_ids): [0 for _ in iter(int, 1)]
 """
 
 
@@ -71,7 +70,6 @@ def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old,
     (tmp_path / "my_grpo.py").write_text(TEXTBOOK.replace(old, new))
     grpo = homework.load()
     assert re.match(r"\d+ of 25 functions are yours", homework.put(str(tmp_path / "my_grpo.py"), grpo))
-    assert grpo.make_completion_mask.__code__.co_filename == str(tmp_path / "my_grpo.py")
     rewards, _, losses, first, last = zip(*homework.table(grpo, seed=0))
     assert lowest < rewards[-1] < highest and not any(first) and last[0] > 0.2 and max(map(abs, losses)) < 1e-4
 
@@ -80,8 +78,7 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
     (tmp_path / "a.py").write_text(SCALED.format(1))
     (tmp_path / "b.py").write_text(SCALED.format(0))
-    monkeypatch.chdir(tmp_path)
-    text_of = homework.text_of
+    text_of, _ = homework.text_of, monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(homework, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
     assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
     assert len(re.findall(r"^[ab]\.py, reward of steps \d-\d: \S+ ± \S+$", capsys.readouterr().out, re.M)) == 6
@@ -91,7 +88,7 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("line, reason", [
     ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 6 seconds"),
     ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError"),
-    ("import sys; sys.exit(0)", "SystemExit")])
+    ("raise SystemExit", "SystemExit")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
     monkeypatch.setitem(grading.LIMITS, "start", 6)
@@ -115,12 +112,12 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path):
     node = homework.ours()["aggregate"]
     copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
     (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
-    results = tmp_path / "results.json"
-    run = course("--grade", "my_grpo.py", "--json", results, cwd=tmp_path)
-    grades = {test["name"]: test for test in json.loads(results.read_text())["tests"]}
+    run = course("--grade", "my_grpo.py", "--json", "results.json", cwd=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    grades = {test["name"]: test for test in results["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    assert json.loads(results.read_text())["score"] == sum(test["score"] for test in grades.values()) == 4
+    assert results["score"] == sum(test["score"] for test in grades.values()) == 4
     for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 10 seconds"),
                           ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
         assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
@@ -139,5 +136,5 @@ def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
     run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
     assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    line = str(spot_the_bug.changed(spot_the_bug.ORDER[2])[0])
-    assert "yes" in course("3", "--check", line, cwd=tmp_path, script="spot_the_bug.py").stdout
+    line, *_ = spot_the_bug.changed(spot_the_bug.ORDER[2])
+    assert "yes" in course("3", "--check", str(line), cwd=tmp_path, script="spot_the_bug.py").stdout
