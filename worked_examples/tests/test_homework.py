@@ -87,8 +87,7 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("line, reason", [
     ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 6 seconds"),
-    ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError"),
-    ("raise SystemExit", "SystemExit")])
+    ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
     monkeypatch.setitem(grading.LIMITS, "start", 6)
@@ -107,18 +106,20 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
     student.kill()
 
 
-def test_grades_are_given_for_what_a_file_computes(tmp_path):
+def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
     node = homework.ours()["aggregate"]
     copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
     (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
-    run = course("--grade", "my_grpo.py", "--json", "results.json", cwd=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    command = "import grading; grading.LIMITS['call'] = 2; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
+    run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     grades = {test["name"]: test for test in results["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    assert results["score"] == sum(test["score"] for test in grades.values()) == 4
-    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 10 seconds"),
+    assert results["score"] == 4
+    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 2 seconds"),
                           ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
         assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
 
@@ -127,9 +128,9 @@ def test_each_exhibit_has_a_level_a_place_and_a_line():
     """spot_the_bug.py's numbers are the museum's exhibits, and what it says of the place is where the files differ"""
     assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits())
     for exhibit in spot_the_bug.ORDER:
-        function, section = spot_the_bug.place(exhibit)
+        (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
         assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
-        assert all(spot_the_bug.printed(exhibit)[i - 1] == line for i, line in section.items())
+        assert all(lines[number - 1] == line for number, line in section.items())
 
 
 def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
