@@ -383,6 +383,16 @@ def same(got, want):
     return got == want
 
 
+def difference(got, want):
+    """Where two results differ, in one line."""
+    if isinstance(want, tuple) and isinstance(got, tuple) and len(got) == len(want):
+        got, want = next((pair for pair in zip(got, want) if not same(*pair)), (got, want))
+    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor) and got.shape == want.shape:
+        place = (got.double() - want.double()).abs().nan_to_num(math.inf).argmax()
+        got, want = got.flatten()[place].item(), want.flatten()[place].item()
+    return " ".join(f"expected {want!r:.99}; got {got!r:.99}".split())
+
+
 def one_step(grpo, **options):
     """The metrics of one step of train, with two updates, on a model that has learned nothing."""
     config = grpo.GRPOConfig(max_steps=1, num_generations=4, generation_batch_size=16, per_device_train_batch_size=8,
@@ -409,7 +419,7 @@ def in_train(grpo, mine):
             except Exception as error:
                 got = error
             if not same(got, want) and name not in reasons:
-                reasons[name] = " ".join(f"on what train passes: expected {want!r:.99}; got {got!r:.99}".split())
+                reasons[name] = f"on what train passes: {difference(got, want)}"
             return want
         function.__name__ = name
         return function

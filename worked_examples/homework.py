@@ -95,7 +95,7 @@ def new(path, variant):
 
 def load(variant=0):
     """A new module grpo, with a variant's defaults."""
-    module = sys.modules["grpo"] = types.ModuleType("grpo")
+    module = types.ModuleType("grpo")
     module.__file__ = str(HERE.parent / "grpo.py")
     exec(compile(text_of("grpo.py", variant), module.__file__, "exec"), module.__dict__)
     return module
@@ -180,6 +180,8 @@ def table(grpo, seed, rounds=40):
 
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
+    import torch
+    torch.set_num_threads(1)                                            # for so little work more would wait
     grpo = load()
     print(put(path, grpo))
     if flags:
