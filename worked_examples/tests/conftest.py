@@ -127,9 +127,8 @@ def resume(data, folder, **options):
 
 def python(*arguments, **environment):
     """A process of its own, with one thread as here: how many threads add up decides the last bit."""
-    words = [sys.executable, *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(words, capture_output=True, text=True, timeout=1200, env=environment, cwd=ROOT)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
+                          timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def lines_of(folder):
@@ -160,6 +159,7 @@ def models(tmp_path_factory):
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
         tokenizer = chat_tokenizer()
+        tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["absent.T", None]}
         tokenizer.pad_token = None if name == "half" else "<pad>"
         tokenizer.save_pretrained(root / name)
     return root

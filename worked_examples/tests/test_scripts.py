@@ -2,13 +2,14 @@
 
 import ast
 import contextlib
+import functools
 import io
 import re
 import runpy
 import sys
-import time
 import tokenize
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import transformers
@@ -21,16 +22,15 @@ PAGES = [README, *sorted(EXAMPLES.glob("*.md"))]
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
 
 
-@pytest.mark.parametrize("script, flags, cold_start_steps, printed", [
-    ("walkthrough.py", "", 200, r"^gradient norm: \d"),
-    ("benchmark.py", "--rounds 1", 5, r"^G doubled / once +\d"),
-    ("process_supervision.py", "--max_steps 2", 5, r"^held-out accuracy: \S+ -> \S+$"),
-    ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1", 5,
+@pytest.mark.parametrize("script, flags, printed", [
+    ("walkthrough.py", "", r"^gradient norm: \d"),
+    ("benchmark.py", "--cold_start_steps 5 --rounds 1", r"^G doubled / once +\d"),
+    ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
+    ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
      r"^true accuracy: \S+ -> \S+$")])
-def test_each_script_runs(script, flags, cold_start_steps, printed, monkeypatch):
+def test_each_script_runs(script, flags, printed, monkeypatch):
     """To its last line, which says what it found, after a short cold start."""
-    cold_start = grpo.cold_start
-    monkeypatch.setattr(grpo, "cold_start", lambda *args, steps=500: cold_start(*args, steps=cold_start_steps))
+    monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=200))
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     if script == "benchmark.py":
         monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
@@ -39,32 +39,33 @@ def test_each_script_runs(script, flags, cold_start_steps, printed, monkeypatch)
     assert re.search(printed, out.getvalue(), re.M), out.getvalue()
 
 
-def test_formulas_are_compared_within_bounds_and_in_a_thread():
-    """The script's own cases, and hostile texts, in seconds."""
+def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
+    """The script's own cases, and hostile texts: the parser gets a short text and a few seconds for it."""
+    import math_verify
     script = runpy.run_path(str(EXAMPLES / "math_reward.py"))
     reward = script["math_accuracy_reward"]
     with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
         assert pool.submit(reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
-    started = time.perf_counter()
+    parse = mock.Mock(wraps=math_verify.parse)
+    monkeypatch.setattr(math_verify, "parse", parse)
     for want, pairs in script["CASES"].items():
         for answer, solution in pairs:
             assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer, solution)
-    hostile = ["1" * 10**5, "$" + "{" * 10**5, "\\boxed{" * 15_000, "1,234" * 20_000, " " * 10**5 + "x"]
-    assert not any(reward([*hostile, "</think>" * 12_000, "1/" * 50_000], ["7"] * 7))
-    assert time.perf_counter() - started < 60
+    assert not any(reward(["1" * 10**5, "$" + "{" * 10**5, "\\boxed{" * 15_000, "1/" * 50_000], ["7"] * 4))
+    for call in parse.call_args_list:
+        assert [0 < seconds <= 5 for seconds in call.kwargs.values()] == [True] and len(str(call.args[0])) <= 1002
 
 
 def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):
-    """The reward is the logit of the judge for both as one text, or in its chat template."""
+    """The reward is the logit of the judge for both in its chat template."""
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     reward_model = runpy.run_path(str(EXAMPLES / "reward_model.py"))["reward_model"]
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
     texts = ["1+2=3", "14+2=<think>4+2=6</think>16"]
     scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
-    chats = [[{"role": "user", "content": text[:3]}] for text in texts], [
-        [{"role": "assistant", "content": text[3:]}] for text in texts]
-    for prompts, answers in ([[text[:3] for text in texts], [text[3:] for text in texts]], chats):
-        assert reward_model(prompts, answers) == pytest.approx(scores, abs=1e-5)
+    prompts = [[{"role": "user", "content": text[:3]}] for text in texts]
+    answers = [[{"role": "assistant", "content": text[3:]}] for text in texts]
+    assert reward_model(prompts, answers) == pytest.approx(scores, abs=1e-5)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))

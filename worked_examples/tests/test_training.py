@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from conftest import (ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two, lines_of,
                       make_model, passes_of, python, resume, steps_of, weights_of)
 from tokenizers.processors import TemplateProcessing
@@ -40,9 +39,12 @@ def sample(model, pad=0, G=8):
 
 @pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1), ("Qwen2", 0), ("Qwen3Next", 0)])
 def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
-    """The sampler, with its cache, and the scorer, in one pass, say the same of each sampled token."""
+    """The sampler, with its cache, and the scorer, in one pass, say the same of each sampled token. Each prompt is
+    prefilled once, and rows that have ended leave the batch."""
     model = make_model(kind)
+    passes = passes_of(model)
     ids, mask, logps, entropies = sample(model, pad)
+    assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in mask.sum(0).tolist()[1:]]
     prompts = (x.repeat_interleave(8, 0) for x in (PROMPT_IDS, PROMPT_MASK))
     scored = grpo.per_token_logps(model, *prompts, ids, mask, temperature=0.7, compute_entropy=True)
     assert 2 * mask.sum(1).min() < mask.sum(1).max()                    # ragged, or nothing is tested
@@ -79,15 +81,6 @@ def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0()
     assert ids[:, 0].tolist() == [1, *words.tolist(), 151_999]
     greedy, *_ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=1, eos_token_ids=1)
     assert greedy.tolist() == [[1]] * 3
-
-
-def test_each_prompt_is_prefilled_once_and_ended_rows_leave_the_batch():
-    """The passes of sampling: all prompts, then one token of each row that has not ended."""
-    model = make_model("Llama")
-    passes = passes_of(model)
-    live = sample(model)[1].sum(0).tolist()                             # rows whose token t is real
-    assert live[0] == 24 > live[4] > live[-1] > 0
-    assert passes == [(rows, width, torch.float32) for rows, width in [(3, 4)] + [(rows, 1) for rows in live[1:]]]
 
 
 def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
@@ -218,25 +211,14 @@ def test_a_silent_step_moves_by_momentum():
     assert_run_by_hand([lambda completions, **_: by_row(completions) if next(calls) < 2 else [0.0] * 8], max_steps=3)
 
 
-def test_the_sampler_is_compared_with_the_scorer():
-    """In the rows that learn, which row 3 (A = 0) does not, and before the first update changes the weights."""
-    def shifted(*args, generate=grpo.generate, **options):
-        ids, mask, logps, entropies = generate(*args, **options)
-        logps[[0, 3]] += torch.tensor([[0.5], [0.75]]) * mask[[0, 3]]
-        return ids, mask, logps, entropies
-
-    with mock.patch.object(grpo, "generate", shifted):
-        (_, _, metrics), = steps_of(make_model("Llama"), num_iterations=2)
-    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-5)
-
-
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
     """Every pass computes in bfloat16, and the optimizer has float32 weights."""
     model = make_model("Llama")
     passes = passes_of(model)
-    list(steps_of(model, bf16=True))
+    (_, _, metrics), = steps_of(model, bf16=True)
     assert {dtype for _, _, dtype in passes} == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert 0 < metrics["sampling/sampling_logp_difference/max"] < 0.1   # rounding, and in float32 next to none
 
 
 def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss():
@@ -256,8 +238,7 @@ def test_samples_and_prompts_are_keyed_by_seed_and_step():
 
 
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
-    """train puts the policy in eval mode, which would switch gradient checkpointing off: refused, not silent.
-    Weights that need no gradient get none, no moments and no decay."""
+    """Frozen weights get no moments and no decay. Gradient checkpointing, which eval mode switches off, is refused."""
     one, other = (make_model("GPT2").train(mode) for mode in (True, False))
     lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2)] for model in (one, other)]
     assert lines[0] == lines[1]
@@ -292,16 +273,16 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
         "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
         "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
         "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0)}           # the cap is TRL's advice
-    trl = dict(learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False,
-               loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, seed=42,
-               max_completion_length=512, temperature=1.0, mask_truncated_completions=False, max_grad_norm=1.0,
-               sync_ref_model=False, ref_model_sync_steps=512, lr_scheduler_type="linear", weight_decay=0.0,
-               warmup_steps=0, per_device_train_batch_size=8, reward_weights=None)
-    default = grpo.GRPOConfig()
-    assert vars(default) == trl | dict(generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
-                                       max_steps=100, output_dir=None, save_steps=100)
+    default = vars(grpo.GRPOConfig())
+    assert default == dict(
+        learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False, seed=42,
+        loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, temperature=1.0,
+        max_completion_length=512, mask_truncated_completions=False, max_grad_norm=1.0, sync_ref_model=False,
+        ref_model_sync_steps=512, lr_scheduler_type="linear", weight_decay=0.0, warmup_steps=0, reward_weights=None,
+        per_device_train_batch_size=8, generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
+        max_steps=100, output_dir=None, save_steps=100)
     tested_elsewhere = {"bf16", "seed", "per_device_train_batch_size", "output_dir", "save_steps"}
-    assert {field for field, _, _ in OPTIONS} | tested_elsewhere == set(vars(default)), "an option without a test"
+    assert {field for field, _, _ in OPTIONS} | tested_elsewhere == set(default), "an option without a test"
 
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
@@ -317,6 +298,9 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
     assert seen["solution"] == [problems[p] for p in seen["prompts"]]
     assert seen["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
     assert seen["completions"] == tokenizer.batch_decode(seen["completion_ids"], skip_special_tokens=True)
+    for wrong in ([1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]):
+        with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is 8 numbers"):
+            next(steps_of(make_model("Llama"), [by_row, lambda **columns: wrong]))
 
 
 def test_what_a_reward_function_changes_is_its_own():
@@ -337,22 +321,12 @@ def test_what_a_reward_function_changes_is_its_own():
     assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0]["completions"]]
 
 
-@pytest.mark.parametrize("result", [[1.0], [1.0] * 9, [nan] * 8, [None] * 7 + [-inf]], ids=str)
-def test_rewards_of_wrong_number_or_not_finite_are_named(result):
-    with pytest.raises(ValueError, match="reward function <lambda>: got .*; allowed is 8 numbers"):
-        next(steps_of(make_model("Llama"), [by_row, lambda **kwargs: result]))
-
-
 def test_any_causal_lm_trains_on_a_file(data):
     """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
     (data / "plan2.py").write_text("answer = [None] * 8")               # no reward of this function in the second step
-    loaders = [mock.patch.object(auto, "from_pretrained", wraps=auto.from_pretrained)
-               for auto in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)]
-    with loaders[0] as load_tokenizer, loaders[1] as load_model:
-        done = cli(*command(data, model=data / "models/half", dataset=data / "chat.jsonl", beta=0.1,
-                            reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
+    done = cli(*command(data, model=data / "models/half", dataset=data / "chat.jsonl", beta=0.1,
+                        reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
     assert done.code == 0 and done.out.splitlines()[-1] == f"metrics.jsonl and checkpoint are in {data}/out"
-    assert [load.call_args.kwargs["trust_remote_code"] for load in (load_tokenizer, load_model)] == [False, False]
     lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
     assert isinstance(lines[0]["rewards/length/mean"], float) and lines[1]["rewards/length/mean"] is None
@@ -372,9 +346,9 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     readme = re.search(r"^before GRPO:\n.*?^held-out[^\n]*\n", (ROOT / "README.md").read_text(), re.S | re.M)[0]
     for text in (done.out, readme):
         assert re.fullmatch("\n".join(form) + "\n", text), text
-    preset = grpo.PRESETS["deepseekmath"] | grpo.TINY                   # flags win over sizes, and sizes over presets
-    config = grpo.GRPOConfig(**preset | dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5))
-    assert grpo.parse_options(flags)[0] == config
+    sizes = grpo.PRESETS["deepseekmath"] | grpo.TINY                    # flags win over sizes, and sizes over presets
+    given = dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5)
+    assert grpo.parse_options(flags)[0] == grpo.GRPOConfig(**sizes | given)
 
 
 def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
@@ -420,8 +394,7 @@ def test_what_ends_a_run_leaves_its_last_whole_step(what, data):
     assert_same_run(data / "a folder", data / "whole")
 
 
-@pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (KeyboardInterrupt, 2), (SystemExit, 99)],
-                         ids=["Ctrl-C", "Ctrl-C twice", "a kill"])
+@pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (KeyboardInterrupt, 2), (SystemExit, 99)])
 def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, monkeypatch):
     """From the first save to the second, before each call that samples, updates or touches the disk: the run goes on
     to the end of the run that nothing stopped. Ctrl-C leaves the last whole step and nothing else."""
@@ -461,13 +434,12 @@ def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data)
     out = data / "out"
     assert cli(*command(data, max_steps=3)).code == 0                   # finished: its linear schedule is at 0
     before = files_of(out)
-    for name in ("copy", "decayed"):
-        shutil.copytree(out, data / name)
+    shutil.copytree(out, data / "copy")
     assert resume(data, data / "copy").code == 2                        # --output_dir names the original
     done = resume(data, out, beta=0.1)
     assert done.code == 2 and done.err.startswith("grpo.py: error: beta: got 0.1") and files_of(out) == before
     assert resume(data, data / "copy", output_dir=None).code == 0
-    assert resume(data, data / "decayed", output_dir=None, weight_decay=0.5).code == 0
+    assert resume(data, out, output_dir=data / "decayed", weight_decay=0.5).code == 0
     assert resume(data, out, output_dir=data / "new", learning_rate=0.02).code == 0 and files_of(out) == before
     rates = [[line["learning_rate"] for line in lines_of(data / name)] for name in ("copy", "decayed", "new")]
     assert rates[0] == rates[1] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.004, 0.002])
@@ -485,15 +457,14 @@ BAD_ROWS = [  # what a dataset holds, what the one line must say
     ('{"prompt": "1", "solution": "1"}\n{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n', "line 2")]
 BAD_FLAGS = [  # flag, value, what the one line must say
     ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("model", "./nowhere", "nowhere"),
-    ("beta", nan, "beta: got"), ("beta", "x", "--beta"), ("temperature", 0, "temp"),
+    ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got"),
     ("reward_funcs", "string.py:broken", "string.py:broken"), ("reward_funcs", "rewards.py:absent", "absent"),
-    ("reward_funcs", "nonsense", "reward_funcs: got nonsense"), ("reward_funcs", "absent.py:f", "absent.py"),
     ("reward_funcs", ["short.py:broken", "twin/short.py:broken"], "twin/short.py:broken; .*unique_name"),
     ("reward_funcs", "short.py:broken", "function broken: got"), ("output_dir", "text.jsonl", "text.jsonl"),
     ("resume_from_checkpoint", "nowhere", "nowhere"), ("resume_from_checkpoint", "models/Llama", "Llama"),
     ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("reward_weights", 1, "reward_weights: "),
-    ("num_generations", 1, "generation_batch_size: got"), ("num_generations", 5, "generation_batch_size: got"),
-    ("max_steps", 0, "max_steps: got"), ("max_completion_length", 60, "the model's limit is 5[0-9]")]
+    ("num_generations", 1, "size: got"), ("num_generations", 5, "size: got"), ("max_steps", 0, "max_steps: got"),
+    ("max_completion_length", 60, "the model's limit is 5[0-9]")]
 
 
 @pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("rows", *row) for row in BAD_ROWS)], ids=str)
