@@ -389,7 +389,8 @@ def test_rewards_reach_the_prompt_that_they_belong_to(function):
 
 def test_what_a_reward_function_changes_is_its_own():
     """The dataset, the rollout, the other answers of the group and the other functions keep what they had."""
-    seen, dataset = [], [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
+    row = {"prompt": [{"role": "user", "content": "1"}], "notes": [], "completion_ids": None}     # a column's name, too
+    seen, dataset, before = [], [row] * 2, copy.deepcopy(row)
 
     def judge(**columns):
         seen.append(copy.deepcopy(columns))
@@ -400,8 +401,8 @@ def test_what_a_reward_function_changes_is_its_own():
         return by_row(**columns)
 
     (_, r, _), = grpo.train(make_model("Llama"), chat_tokenizer(), dataset, [judge, judge], grpo.GRPOConfig(**SMALL))
-    assert seen[0] == seen[1] and dataset == [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
-    assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0]["completions"]]
+    assert seen[0] == seen[1] and dataset == [before] * 2
+    assert [r.rows, r.completions] == [[before] * 8, seen[0]["completions"]]
 
 
 def test_advantages_are_an_argument_and_the_rollout_stays_as_it_is():
@@ -462,17 +463,22 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
         assert all(map(torch.equal, model.parameters(), grpo.tiny_model(tokenizer, 3).parameters()))
         cold_start(model, tokenizer, problems, seed, steps=3)
 
-    cold_start = grpo.cold_start
+    cold_start, out = grpo.cold_start, tmp_path / "out"
     monkeypatch.setattr(grpo, "cold_start", begin)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
+    (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
+    torch.set_num_threads(2)
     flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
-    done = cli(*flags, "--output_dir", tmp_path / "out")
-    assert done.code == 0 and len(lines_of(tmp_path / "out")) == 2
+    done = cli(*flags, "--output_dir", out)
+    again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", out / "checkpoint")
+    assert done.code == again.code == 0 and len(lines_of(out)) == 3 and torch.get_num_threads() == 1
     samples = [r"  \d\d\+\d\d=.*   (right|wrong, it is \d+)"] * 4
     form = ["before GRPO:", *samples, r"metrics\.jsonl and checkpoint are in \S+", "after GRPO:", *samples,
             r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
     readme = re.search(r"^before GRPO:\n.*?^held-out[^\n]*\n", (ROOT / "README.md").read_text(), re.S | re.M)[0]
-    for text in (done.out, readme):
+    for text in (done.out, readme, again.out.replace("at the checkpoint:", "before GRPO:")):
         assert re.fullmatch("\n".join(form) + "\n", text), text
+    assert again.out.startswith("at the checkpoint:")
     preset = grpo.PRESETS["deepseekmath"] | grpo.TINY                   # flags win over sizes, and sizes over presets
     config = grpo.GRPOConfig(**preset | dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5))
     assert grpo.parse_options(flags)[0] == config
