@@ -316,7 +316,7 @@ def test_the_page_of_another_model_stays_usable_in_a_browser(browser, tmp_path):
     torch.manual_seed(0)
     ids = torch.randint(2, 18, (G, T))
     ids[:, :stem] = ids[0, :stem]
-    ids[:, stem] = torch.arange(G) + 4                                  # here they part
+    ids[:, stem] = torch.arange(G) + 4                                  # here they differ
     old = -torch.rand(G, T) ** 20                                       # the model hesitates at one token in five
     old[:, :stem] = old[0, :stem]
     rewards, mask = torch.tensor([0.9, 0.1, 0.25, 1.5, -0.5, 0.0, 1.5, 0.3]), torch.ones(G, T, dtype=torch.long)
