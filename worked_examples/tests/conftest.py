@@ -33,10 +33,6 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
                  num_attention_heads=4, max_position_embeddings=64)
     if kind != "GPT2":
         shape |= dict(num_key_value_heads=2, intermediate_size=64, num_labels=1)
-    if kind == "Qwen3Next":                                             # 3 of its 4 layers have linear attention
-        shape |= dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=2,
-                      linear_key_head_dim=8, linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
-                      shared_expert_intermediate_size=16)
     model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shape)).eval()
     torch.manual_seed(0)
     for weight in model.parameters():

@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import statistics
+import sys
 from unittest import mock
 
 import pytest
@@ -37,7 +38,7 @@ def sample(model, pad=0, G=8):
                          num_generations=G, pad_token_id=pad, temperature=0.7, uniforms=UNIFORMS[:3 * G])
 
 
-@pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1), ("Qwen2", 0), ("Qwen3Next", 0)])
+@pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1), ("Qwen2", 0)])
 def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
     """The sampler, with its cache, and the scorer, in one pass, say the same of each sampled token. Each prompt is
     prefilled once, and rows that have ended leave the batch."""
@@ -53,10 +54,10 @@ def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
     assert torch.equal(mask, grpo.make_completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
 
 
-@pytest.mark.parametrize("kind, G", [("Llama", 1), ("Llama", 8), ("Qwen3Next", 8)])
-def test_each_token_is_where_its_uniform_number_falls(kind, G):
+@pytest.mark.parametrize("G", [1, 8])
+def test_each_token_is_where_its_uniform_number_falls(G):
     """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w: a token follows from its own prompt, its own number and nothing else."""
-    model = make_model(kind)
+    model = make_model("Llama")
     ids, mask, _, _ = sample(model, G=G)
     for i in range(3 * G):
         answer = ids[i][mask[i] == 1]
@@ -98,7 +99,6 @@ def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
 def test_every_eos_id_ends_a_completion():
     """The tokenizer's EOS and those of the model's generation config."""
     model, tokenizer = make_model("Llama"), grpo.tiny_tokenizer()
-    assert grpo.all_eos_token_ids(model, tokenizer) == [1]
     model.generation_config.eos_token_id = [5, 7]
     assert grpo.all_eos_token_ids(model, tokenizer) == [1, 5, 7]
     (_, r, _), = steps_of(model, [first_two], generation_batch_size=64, num_generations=32)
@@ -227,21 +227,12 @@ def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss():
     assert 0 < rollout.terminated.sum() < 8 and passes == [rollout.terminated.sum()] * 2
 
 
-def test_samples_and_prompts_are_keyed_by_seed_and_step():
-    """Each number is used once, and no prompt comes twice in a step."""
-    with mock.patch.object(grpo, "generate", wraps=grpo.generate) as generate:
-        runs = [r for seed in (0, 1) for _, r, _ in steps_of(make_model("Llama"), seed=seed, max_steps=3)]
-    u = torch.stack([call.kwargs["uniforms"] for call in generate.call_args_list])
-    prompts = [frozenset(row["prompt"] for row in r.rows) for r in runs]
-    assert u.shape == (6, 8, 10) and len(u.unique()) == 480 and 0 <= u.min() < 0.05 < 0.95 < u.max() < 1
-    assert set(map(len, prompts)) == {2} and len(set(prompts)) > 2
-
-
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
     """Frozen weights get no moments and no decay. Gradient checkpointing, which eval mode switches off, is refused."""
-    one, other = (make_model("GPT2").train(mode) for mode in (True, False))
-    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2)] for model in (one, other)]
-    assert lines[0] == lines[1]
+    one, other, another = (make_model("GPT2").train(mode) for mode in (True, False, False))
+    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed)]
+             for model, seed in ((one, 42), (other, 42), (another, 1))]
+    assert lines[0] == lines[1] != lines[2]
     frozen = one.transformer.wte.weight.requires_grad_(False)
     before = frozen.clone()
     (state, _, _), = steps_of(one, weight_decay=0.5, beta=0.1)
@@ -305,8 +296,8 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 def test_what_a_reward_function_changes_is_its_own():
     """The dataset, the rollout, the other answers of the group and the other functions keep what they had."""
-    seen, dataset = [], [{"prompt": [{"role": "user", "content": "1"}], "notes": []}] * 2
-    kept = copy.deepcopy(dataset)
+    row = {"prompt": [{"role": "user", "content": "1"}], "notes": [], "completion_ids": None}     # a column's name, too
+    seen, dataset, kept = [], [row] * 2, copy.deepcopy(row)
 
     def judge(**columns):
         seen.append(copy.deepcopy(columns))
@@ -317,8 +308,8 @@ def test_what_a_reward_function_changes_is_its_own():
         return by_row(**columns)
 
     (_, r, _), = grpo.train(make_model("Llama"), chat_tokenizer(), dataset, [judge, judge], grpo.GRPOConfig(**SMALL))
-    assert seen[0] == seen[1] and dataset == kept
-    assert [r.rows, r.completions] == [dataset[:1] * 8, seen[0]["completions"]]
+    assert seen[0] == seen[1] and dataset == [kept] * 2
+    assert [r.rows, r.completions] == [[kept] * 8, seen[0]["completions"]]
 
 
 def test_any_causal_lm_trains_on_a_file(data):
@@ -338,13 +329,16 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
     monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
+    (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
     flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
     done = cli(*flags, "--output_dir", tmp_path / "out")
+    again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint")
     samples = [r"  \d\d\+\d\d=.*   (right|wrong, it is \d+)"] * 4
-    form = ["before GRPO:", *samples, r"metrics\.jsonl and checkpoint are in \S+", "after GRPO:", *samples,
-            r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
+    form = ["(before GRPO|at the checkpoint):", *samples, r"metrics\.jsonl and checkpoint are in \S+", "after GRPO:",
+            *samples, r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
     readme = re.search(r"^before GRPO:\n.*?^held-out[^\n]*\n", (ROOT / "README.md").read_text(), re.S | re.M)[0]
-    for text in (done.out, readme):
+    for text in (done.out, again.out, readme):
         assert re.fullmatch("\n".join(form) + "\n", text), text
     sizes = grpo.PRESETS["deepseekmath"] | grpo.TINY                    # flags win over sizes, and sizes over presets
     given = dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5)
@@ -380,8 +374,7 @@ ENDS = {  # what happens in the third call of the reward function, the exit code
 def test_what_ends_a_run_leaves_its_last_whole_step(what, data):
     """The command that is printed goes on from there, and ends on the bits of the run that nothing stopped."""
     plan, code, said, options = ENDS[what]
-    usual = dict(max_steps=5, output_dir=data / "a folder", reward_funcs=f"{data}/rewards.py:length")
-    run = command(data, **usual | options)
+    run = command(data, **dict(max_steps=5, output_dir=data / "a folder") | options)
     assert cli(*run, "--output_dir", data / "whole").code == 0
     (data / "plan3.py").write_text(plan)
     done, again = cli(*run), [*run, "--resume_from_checkpoint", f"{data}/a folder/checkpoint"]
@@ -457,14 +450,13 @@ BAD_ROWS = [  # what a dataset holds, what the one line must say
     ('{"prompt": "1", "solution": "1"}\n{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n', "line 2")]
 BAD_FLAGS = [  # flag, value, what the one line must say
     ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("model", "./nowhere", "nowhere"),
-    ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got"),
-    ("reward_funcs", "string.py:broken", "string.py:broken"), ("reward_funcs", "rewards.py:absent", "absent"),
+    ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got"), ("reward_funcs", "rewards.py:absent", "absent"),
+    ("reward_funcs", "string.py:broken", "string.py:broken"), ("max_steps", 0, "max_steps: got"),
     ("reward_funcs", ["short.py:broken", "twin/short.py:broken"], "twin/short.py:broken; .*unique_name"),
     ("reward_funcs", "short.py:broken", "function broken: got"), ("output_dir", "text.jsonl", "text.jsonl"),
     ("resume_from_checkpoint", "nowhere", "nowhere"), ("resume_from_checkpoint", "models/Llama", "Llama"),
     ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("reward_weights", 1, "reward_weights: "),
-    ("num_generations", 1, "size: got"), ("num_generations", 5, "size: got"), ("max_steps", 0, "max_steps: got"),
-    ("max_completion_length", 60, "the model's limit is 5[0-9]")]
+    ("num_generations", 5, "size: got"), ("max_completion_length", 60, "the model's limit is 5[0-9]")]
 
 
 @pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("rows", *row) for row in BAD_ROWS)], ids=str)
