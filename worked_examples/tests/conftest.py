@@ -30,9 +30,8 @@ torch.set_num_threads(1)
 def make_model(kind, auto_class="AutoModelForCausalLM"):
     """A model of random weights, large enough that its distributions are far from uniform."""
     shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32,
-                 num_attention_heads=4, max_position_embeddings=64)
-    if kind != "GPT2":
-        shape |= dict(num_key_value_heads=2, intermediate_size=64, num_labels=1)
+                 num_attention_heads=4, max_position_embeddings=64, num_key_value_heads=2, intermediate_size=64,
+                 num_labels=1)
     model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shape)).eval()
     torch.manual_seed(0)
     for weight in model.parameters():
