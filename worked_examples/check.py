@@ -3,9 +3,8 @@
     python worked_examples/check.py my_answers.py                of each function the first failure, the rest in brief
     python worked_examples/check.py my_answers.py grpo_loss      every failure of this function
 
-test_grpo.py asks for the formula, then takes one step beyond it at a time (GRPO_BEYOND; 1 is all of them).
+The laws of test_grpo.py and of tests/test_relatives.py are asked twice: those of the formula, then those beyond it.
 """
-import atexit
 import os
 import runpy
 import sys
@@ -14,58 +13,68 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent.parent / "test_grpo.py"
-STEPS = {"formula": "", "digits": "not any", "empty": "not any", "padding": "not any", "equal": "equal",     # pytest -k
-         "missing": "advantages or leave or combine", "positions": "per_token", "1": "think or softmax or k3"}
+EXAMPLES = Path(__file__).resolve().parent
+ROOT = EXAMPLES.parent
+sys.path[:0] = [str(ROOT), str(EXAMPLES)]
+TESTS = ROOT / "test_grpo.py", EXAMPLES / "tests/test_relatives.py"
+LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
 
 
 class Results(dict):
-    """A plugin of pytest. Of each function its tests, and for each None (skipped), "" or the message of its failure."""
+    """A plugin of pytest. Of each function its laws: the step beyond the formula, and what a failure says, if any."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.functions = sorted(functions, key=len, reverse=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        report, asked = (yield), item.module.grpo.asked                 # the functions that the test has asked for
-        if call.when == "call" and asked:
-            message = None if report.skipped else ""
+        report, params = (yield), getattr(item, "callspec", None)
+        about = item.name.removeprefix("test_"), str(params and params.params.get("name"))
+        names = [f"{name}_".replace(" ", "_") for name in about]
+        function = next((f for f in self.functions if any(name.startswith(f"{f}_") for name in names)), None)
+        if call.when == "call" and function and not report.skipped:
+            mark = item.get_closest_marker("beyond")
+            step = mark.kwargs["step"] if mark else "formula"
+            message = ""
             if report.failed:
-                message, crash = str(call.excinfo.value), report.longrepr.reprcrash
-                message = message if "expected" in message else f"{crash.message}\n({crash.path}:{crash.lineno})"
-            for function in dict.fromkeys(asked[-1:] if report.failed else asked):
-                self.setdefault(function, {})[item.name] = message
-            asked.clear()
+                message = "\n".join([str(call.excinfo.value), *getattr(call.excinfo.value, "__notes__", [])[:1]])
+            self.setdefault(function, []).append((step, item.name, message))
         return report
 
 
-def run_tests(name, step):
-    os.environ |= {"GRPO_MODULE": name, "GRPO_BEYOND": step, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
-    sys.modules.pop(TESTS.stem, None)               # a test file reads its environment once
-    results, quiet = Results(), ["-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore"]
-    pytest.main([str(TESTS), "-k", STEPS[step], *quiet], plugins=[results])
-    atexit.unregister(print)                        # what a student's run ends with
+def ask(path):
+    """The results of all laws on the functions of a file."""
+    import grpo
+    import relatives
+    os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
+    laws = "".join(file.read_text(encoding="utf-8") for file in TESTS)
+    results = Results(name for name in {**vars(grpo), **vars(relatives)} if f"def test_{name}_" in laws)
+    for level in LEVELS:
+        quiet = "-p no:terminal -p no:cacheprovider -W ignore".split()
+        pytest.main([*map(str, TESTS), "-m", level, *quiet], plugins=[results])
     if not results:
-        runpy.run_path(name)                        # raises what kept the tests from running
+        runpy.run_path(path)                        # raises what kept the laws from being asked
     return results
 
 
 if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    runs, details = {step: run_tests(sys.argv[1], step) for step in STEPS}, []
-    print(f"{'function':30}{'the formula':14}{'tests failed':14}steps beyond it that differ")
-    for function, tests in runs["formula"].items():
-        failed, ran = [test for test in tests if tests[test]], [test for test in tests if tests[test] is not None]
-        more = {s: [t for t, m in run.get(function, {}).items() if m and t not in failed] for s, run in runs.items()}
-        if ran:
-            count, steps = f"{len(failed)} of {len(ran)}", ", ".join(step for step in more if more[step])
-            print(f"{function:30}{'different' if failed else 'same':14}{count:14}{steps}".rstrip())
-        shown = [("formula", test) for test in failed] + [(step, test) for step in more for test in more[step]]
-        for step, test in shown:
-            message = runs[step][function][test]
-            if function in sys.argv[2:] or [step, test] == ["formula", *failed[:1]]:
-                details.append(f"\n{function}, {step}: {test}\n{message}")
-            elif test in failed + more[step][:1]:
+    results, details = ask(sys.argv[1]), []
+    print(f"{'function':30}{'the formula':14}{'laws failed':14}steps beyond it that differ")
+    for function, laws in results.items():
+        formula = [message for step, _, message in laws if step == "formula"]
+        count = f"{len(list(filter(None, formula)))} of {len(formula)}"
+        steps = ", ".join(dict.fromkeys(step for step, _, message in laws if message and step != "formula"))
+        print(f"{function:30}{'different' if any(formula) else 'same':14}{count:14}{steps}".rstrip())
+        failed = [law for law in laws if law[2]]
+        for step, name, message in failed:
+            if function in sys.argv[2:] or step == "formula" and name == failed[0][1]:
+                details.append(f"\n{function}, {step}: {name}\n{message}")
+            else:
                 lines = [line.strip() for line in message.splitlines()]
-                ends = [line[:32] for line in lines if line.startswith(("expected", "got"))] or lines[:1]
-                details.append(f"    {function}, {step}, {test:.90}: {', '.join(ends)}")
-    missing = [function for function, tests in runs["formula"].items() if set(tests.values()) == {None}]
-    print(textwrap.fill(f"not there: {', '.join(missing)}", 110), *details, sep="\n")
+                ends = [line[:40] for line in lines if line.startswith(("expected", "got"))] or lines[:1]
+                details.append(f"    {function}, {step}, {name:.90}: {', '.join(ends)}")
+    missing = ", ".join(sorted(set(results.functions) - set(results)))
+    print(textwrap.fill(f"not there: {missing}", 110), *details, sep="\n")

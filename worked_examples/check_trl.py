@@ -2,6 +2,8 @@
 
     GRPO_MODULE=worked_examples/check_trl.py python -m pytest -q test_grpo.py
 """
+import copy
+
 import datasets
 import grpo
 import torch
@@ -13,22 +15,24 @@ ARGS = dict(output_dir=".", bf16=False, use_cpu=True, report_to="none", num_gene
 PROMPTS = datasets.Dataset.from_dict({"prompt": ["?"]})
 WORDS = grpo.tiny_tokenizer()
 MODEL = grpo.tiny_model(WORDS, 0).train()
+TRAINER = trl.GRPOTrainer(MODEL, len, trl.GRPOConfig(**ARGS), PROMPTS, processing_class=WORDS)
 for_texts = lambda reward: lambda texts, *columns: reward([[{"content": text}] for text in texts], *columns)
 accuracy_reward, think_format_reward = map(for_texts, (trl.rewards.accuracy_reward, trl.rewards.think_format_reward))
 
 
 def trainer(**settings):
     """A GRPOTrainer with these settings, wherever it reads them."""
-    asked = trl.GRPOTrainer(MODEL, len, trl.GRPOConfig(**ARGS), PROMPTS, processing_class=WORDS)
+    asked = copy.copy(TRAINER)
+    asked.args, asked._metrics = copy.copy(TRAINER.args), copy.deepcopy(TRAINER._metrics)
     vars(asked.args).update(settings)
     vars(asked).update(settings)
     return asked
 
 
-def score(asked, rewards, T=1, sampling_logps=None):
+def score(asked, rewards, T=1):
     """What _generate_and_score_completions makes of rewards (B,) of answers of T tokens."""
     ids, texts = [[1] * T] * len(rewards), ["."] * len(rewards)
-    asked._generate = lambda prompts: (ids, ids, None, texts, sampling_logps, {}, None, None)
+    asked._generate = lambda prompts: (ids, ids, None, texts, None, {}, None, None)
     asked._calculate_rewards = lambda *args: rewards[:, None]
     return asked._generate_and_score_completions([{"prompt": "?"}] * len(rewards))
 
@@ -37,7 +41,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group"):
     return score(trainer(num_generations=num_generations, scale_rewards=scale_rewards), rewards)["advantages"]
 
 
-def completion_mask(completion_ids, eos_token_ids):
+def make_completion_mask(completion_ids, eos_token_ids):
     MODEL.generate = lambda input_ids, **options: torch.cat([input_ids, completion_ids], 1)
     kept, _ = trainer(eos_token_ids=eos_token_ids)._generate_single_turn([[1]] * len(completion_ids), None, {}, 1)
     return torch.tensor([[int(t < len(row)) for t in range(completion_ids.size(1))] for row in kept])
@@ -57,21 +61,20 @@ def aggregate(per_token_loss, mask, **options):                         # at rat
     return grpo_loss(torch.zeros_like(per_token_loss), -per_token_loss, mask, **options)[0]
 
 
-def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entropies=torch.zeros(1, 1),
-              sampling_logps=None, policy_loss="clip", loss_type="dapo", kl_estimator="k3", sampling_cap=2.0,
+def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy_loss="clip", loss_type="dapo",
               num_items_in_batch=None, num_rows_in_batch=None, use_bias_correction_kl=False, **settings):
-    if kl_estimator != "k3" or loss_type != dict(clip=loss_type, cispo="dapo", sapo="grpo")[policy_loss]:
+    if loss_type != dict(clip=loss_type, cispo="dapo", sapo="grpo")[policy_loss]:
         raise NotImplementedError
     (B, T), steps = logps.shape, (num_rows_in_batch or len(logps)) / len(logps)         # of accumulation
+    settings = {name: value for name, value in settings.items() if value is not None}
     asked = trainer(
         loss_type=loss_type if policy_loss == "clip" else policy_loss, use_bias_correction_kl=use_bias_correction_kl,
         steps_per_generation=steps, current_gradient_accumulation_steps=steps, num_generations=B, ref_model=MODEL,
-        use_vllm=sampling_logps is not None, vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=sampling_cap, **settings)
+        **settings)
     old = (logps if old_logps is None else old_logps).detach()         # TRL computes π_old and π_ref without gradients
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (old, None, None)
-    inputs = score(asked, torch.zeros(B), T, sampling_logps)
-    asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, entropies, None)
+    inputs = score(asked, torch.zeros(B), T)
+    asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, torch.zeros(1, 1), None)
     inputs |= dict(completion_mask=mask, advantages=advantages, old_per_token_logps=None if old_logps is None else old,
                    ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
                    num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))

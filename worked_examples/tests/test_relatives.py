@@ -20,7 +20,7 @@ leave_one_out = lambda groups: relatives.leave_one_out_advantages(f64(groups).fl
 @pytest.mark.parametrize("limits, lengths, want", [
     ((1280, 256), [900, 1024, 1088, 1152, 1280, 2000], [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]),                # page 7
     pytest.param((5, 0), [5, 6], [0.0, -1.0], marks=beyond("empty"))], ids=str)
-def test_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths, want):
+def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths, want):
     """r = 0 up to L - c tokens, then falls as (L - c - n)/c, and is -1 from L on (DAPO eq. 13)"""
     punish = relatives.get_soft_overlong_punishment(*limits)
     expect(f64(punish(completion_ids=[[7] * n for n in lengths], prompts=None)), want)

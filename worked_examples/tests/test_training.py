@@ -752,14 +752,14 @@ def pretend():
 
 
 def run_on(device, kind, **options):
-    """The metrics of three steps, and of a second run that goes on after the first of them."""
+    """The metrics of two steps, and of a second run that goes on after the first of them."""
     def policy_of(weights):
         policy = make_model(kind).to(device)
         policy.tie_weights()
         policy.load_state_dict(weights)
         return policy
 
-    policy, options = policy_of(make_model(kind).state_dict()), dict(max_steps=3, num_iterations=2) | options
+    policy, options = policy_of(make_model(kind).state_dict()), dict(max_steps=2, num_iterations=2) | options
     steps = steps_of(policy, **options)
     state, _, first = next(steps)
     saved = {"step": 1, "optimizer": state.optimizer.state_dict(),
@@ -773,7 +773,7 @@ def run_on(device, kind, **options):
 
 
 @pytest.mark.parametrize("kind, options", [
-    ("Llama", dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7)),
+    ("Llama", dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, temperature=0.7)),
     ("GPT2", dict(importance_sampling_level="sequence", loss_type="grpo", per_device_train_batch_size=3)),
     ("Qwen2", dict(policy_loss="cispo", mask_truncated_completions=True, beta=0.1, per_device_train_batch_size=3)),
     ("Llama", dict(policy_loss="sapo", scale_rewards="batch", reward_weights=[0.5], loss_type="dr_grpo"))], ids=str)
