@@ -25,8 +25,8 @@ import grpo
 def small_group():
     """A group of a small model that shares beginnings, and whose ratios leave the clip range in four updates."""
     tokenizer, (problems, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(0)
-    config = grpo.GRPOConfig(num_generations=6, generation_batch_size=6, per_device_train_batch_size=4, num_iterations=4,
-                             max_completion_length=12, learning_rate=1e-3, lr_scheduler_type="constant")
+    config = grpo.GRPOConfig(num_generations=6, generation_batch_size=6, num_iterations=4, max_completion_length=12,
+                             per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant")
     model = grpo.tiny_model(tokenizer, 0)
     grpo.cold_start(model, tokenizer, problems, 0, steps=60)
     reward = lambda completions, **_: [sum(map(int, re.findall(r"\d", text))) % 5 / 2 for text in completions]
@@ -49,17 +49,15 @@ def pushes(data, name, u):
     for place, after in sampled_after(data).items():
         W = {token: sum(weights[i][len(place)] for i in who) for token, who in after.items()}
         for token, (i, *_) in after.items():
-            probability = math.exp(data["updates"][u][i][len(place)])
-            found[place, token] = W[token], W[token] - probability * sum(W.values())
+            found[place, token] = W[token], W[token] - math.exp(data["updates"][u][i][len(place)]) * sum(W.values())
     return found
 
 
 def test_the_net_pushes_are_the_gradient_of_the_loss_at_the_logits():
-    """What a bar shows is -∂loss/∂logit after a beginning, which answers share, for each method."""
     model, seen, tokenizer, config, data = small_group()
     ids, old_logps = seen.rollout.completion_ids, seen.updates[0].double()
     beginnings = [[tuple(row[:t]) for t in range(len(row))] for row in ids.tolist()]
-    places = list(dict.fromkeys(itertools.chain(*beginnings)))
+    places = sorted({*itertools.chain(*beginnings)})
     index = torch.tensor([[places.index(place) for place in row] for row in beginnings])
     assert len(places) < ids.numel() - 2 and len(data["forks"]) > 2     # the answers agree, and differ
     probs = [explain.next_token_probs(model, seen.rollout, place, config) for place in places]   # after all updates
@@ -76,7 +74,6 @@ def test_the_net_pushes_are_the_gradient_of_the_loss_at_the_logits():
 def test_the_weights_of_the_page_are_the_gradients_in_closed_form():
     *_, data = small_group()
     lengths = [len(row) for row in data["old_logps"]]
-    assert data["updates"][0] == data["old_logps"] and len(data["updates"]) == 5
     clipped_once = set()
     for u, i, (name, method) in itertools.product(range(5), range(6), data["methods"].items()):
         options, A = method["options"], data["advantages"][i]
@@ -96,9 +93,8 @@ def test_the_forks_of_the_page_are_where_answers_differ():
     """A fork's probabilities are those of the sampled tokens there, after each update; the first one is pushed most."""
     *_, data = small_group()
     forks = {place: after for place, after in sampled_after(data).items() if len(after) > 1}
-    pull = {place: sum(abs(sum(data["advantages"][i] for i in who)) for who in after.values())
-            for place, after in forks.items()}
-    assert [tuple(fork["prefix"]) for fork in data["forks"]] == sorted(forks, key=pull.get, reverse=True)
+    pull = lambda place: sum(abs(sum(data["advantages"][i] for i in who)) for who in forks[place].values())
+    assert [tuple(fork["prefix"]) for fork in data["forks"]] == sorted(forks, key=pull, reverse=True)
     for fork, u in itertools.product(data["forks"], range(5)):
         for token, (i, *_) in forks[tuple(fork["prefix"])].items():
             probability = fork["probabilities"][u][fork["words"].index(token)]
@@ -130,14 +126,12 @@ def show(tmp_path):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for flag in "headless", "no-sandbox", "disable-background-networking", f"user-data-dir={tmp_path}/profile":
         options.add_argument(f"--{flag}")
-
     def show(data, width=1200):
         size = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         (tmp_path / "group.html").write_text(explain.page(data), encoding="utf-8")
         browser.get((tmp_path / "group.html").as_uri())
         return browser, functools.partial(browser.find_elements, "css selector")
-
     with webdriver.Chrome(options=options, service=webdriver.ChromeService(paths[1])) as browser:
         yield show
         assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
@@ -166,8 +160,7 @@ def test_the_page_shows_updates_methods_and_both_views_in_a_browser(show):
 
 
 def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
-    *_, data = small_group()
-    browser, find = show(data)
+    browser, find = show(data := small_group()[-1])
     find("#update")[0].send_keys("\ue010")                              # End: the last update
     for name in "gspo", "grpo":
         find(f"[name=method][value={name}]")[0].click()
@@ -182,9 +175,8 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
     visited = []
     for key in "\ue014\ue014\ue012\ue015\ue013":                        # right, right, left, down, up
         browser.switch_to.active_element.send_keys(key)
-        visited.append(browser.execute_script("""
-            const {row, t} = nodes.find(({cell}) => cell.button === document.activeElement);
-            return [rows.indexOf(row), t]"""))
+        visited.append(browser.execute_script("return [rows.indexOf(now.row), now.t]"))
+        assert find(".cell[aria-pressed=true]") == [browser.switch_to.active_element]
     assert visited[:3] == [[0, 1], [0, 2], [0, 1]] and [row for row, _ in visited[3:]] == [1, 0]
     browser, find = show(figures.group_of_the_page())                   # the committed page has few words and stops
     assert 30 < sum(len(part.text.split()) for part in find("h1, h1 + p")) <= 60
@@ -196,41 +188,26 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
 
 
 def test_the_page_of_long_answers_stays_usable_in_a_browser(show):
-    """8 answers of 512 tokens, made up, with rewards that are any numbers: the stem is short, the page not tall."""
-    G, T, stem = 8, 512, 112
-    torch.manual_seed(0)
-    ids, old = torch.randint(2, 18, (G, T)), -torch.rand(G, T) ** 20    # the model hesitates at one token in five
-    ids[:, :stem], old[:, :stem] = ids[0, :stem], old[0, :stem]
-    ids[:, stem] = torch.arange(G) + 4                                  # here they differ
-    rewards, mask = torch.tensor([0.9, 0.1, 0.25, 1.5, -0.5, 0.0, 1.5, 0.3]), torch.ones(G, T, dtype=torch.long)
-    advantages = grpo.broadcast_advantages(grpo.group_advantages(rewards, G), mask)
-    moved = [old + 0.04 * u * advantages * (1 - old.exp()) * (torch.arange(T) >= stem) for u in range(11)]
-    seen = SimpleNamespace(
-        rollout=SimpleNamespace(prompt_ids=ids[:, :3], entropies=-old), answers=ids.tolist(), updates=moved, mask=mask,
-        advantages=advantages, rewards=rewards, mean=0.5, std=0.7, parts={"f": rewards},
-        forks=explain.find_forks(ids.tolist(), advantages[:, 0].tolist()), probs=11 * [[torch.full((18,), 1 / 18)]])
-    config = grpo.GRPOConfig(max_completion_length=T, generation_batch_size=G)
-    data = explain.group_data(seen, grpo.tiny_tokenizer(), config)
+    """Made up: the committed page's answers over and over after a stem of 112 tokens."""
+    data = figures.group_of_the_page()
+    weights = itertools.chain(*(method["weights"] for method in data["methods"].values()))
+    rows = [*itertools.chain(*data["updates"], *weights), *data["old_logps"], *(a["tokens"] for a in data["answers"])]
+    for row in rows:
+        row *= 400 // len(row)
+    for row in rows + [fork["prefix"] for fork in data["forks"]]:
+        row[:0] = 112 * row[:1]
     for width in 1200, 400:
         browser, find = show(data, width)
-        wide, tall, smallest = browser.execute_script("""
-            const {scrollWidth, scrollHeight} = document.documentElement, sizes = ({button: b}) => [b.offsetWidth, b.offsetHeight];
-            return [scrollWidth, scrollHeight, Math.min(...cells.flatMap(sizes))]""")
-        assert wide <= width and tall < 2600 and smallest >= 24, (wide, tall, smallest)
-    before = len(find(".cell"))
-    runs = [cell for cell in find(".cell") if cell.text.startswith("⋯")]
-    runs[0].click()                                                     # a run of tokens opens
-    assert before < len(find(".cell")) < G * T / 2
+        wide, tall = browser.execute_script("let x = document.documentElement; return [x.scrollWidth, x.scrollHeight]")
+        smallest = browser.execute_script("return Math.min(...cells.map(({button}) => button.offsetWidth))")
+        assert wide <= width and tall < 2600 and smallest >= 24 and len(find(".cell")) < 8 * 512 / 2
 
 
-def test_each_picture_is_drawn_by_figures_for_a_light_and_a_dark_page(monkeypatch):
+def test_the_committed_pictures_and_page_are_those_of_the_code_and_keep_their_bounds(monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, name: (drawn.append(name), figures.plt.close(figure)))
     figures.draw_all()
     assert sorted(drawn) == sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
-
-
-def test_the_committed_page_is_the_template_with_its_data_and_all_keep_their_bounds():
     page = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8")
     assert page == explain.page(figures.group_of_the_page()) and len(page.encode()) <= 400_000 and "://" not in page
     for name, lines in ("explain.py", 200), ("group_page.html", 280):
