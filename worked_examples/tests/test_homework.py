@@ -86,11 +86,11 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 6 seconds"),
+    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 3 seconds"),
     ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
-    monkeypatch.setitem(grading.LIMITS, "start", 6)
+    monkeypatch.setitem(grading.LIMITS, "start", 3 if "while" in line else 60)
     (tmp_path / "my_grpo.py").write_text(f"{line}\n")
     assert reason in grading.Student(tmp_path / "my_grpo.py").broken[None]
 
@@ -112,14 +112,14 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
     (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
-    command = "import grading; grading.LIMITS['call'] = 2; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
+    command = "import grading; grading.LIMITS['call'] = 5; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
     run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     grades = {test["name"]: test for test in results["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
     assert results["score"] == 4
-    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 2 seconds"),
+    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 5 seconds"),
                           ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
         assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
 
