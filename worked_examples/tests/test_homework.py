@@ -76,8 +76,8 @@ def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old,
 
 def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
-    (tmp_path / "a.py").write_text(SCALED.format(1))
-    (tmp_path / "b.py").write_text(SCALED.format(0))
+    for name, factor in (("a.py", 1), ("b.py", 0)):
+        (tmp_path / name).write_text(SCALED.format(factor))
     text_of, _ = homework.text_of, monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(homework, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
     assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
@@ -108,9 +108,7 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
-    node = homework.ours()["aggregate"]
-    copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
-    (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
+    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(homework.ours()["aggregate"]))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     command = "import grading; grading.LIMITS['call'] = 5; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
     run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
@@ -137,5 +135,5 @@ def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
     run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
     assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    line, *_ = spot_the_bug.changed(spot_the_bug.ORDER[2])
-    assert "yes" in course("3", "--check", str(line), cwd=tmp_path, script="spot_the_bug.py").stdout
+    line = str(spot_the_bug.changed(spot_the_bug.ORDER[2])[0])
+    assert "yes" in course("3", "--check", line, cwd=tmp_path, script="spot_the_bug.py").stdout
