@@ -23,6 +23,8 @@ LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
 class Results(dict):
     """A plugin of pytest. Of each function its laws: the step beyond the formula, and what a failure says, if any."""
 
+    __hash__ = object.__hash__                      # pytest keeps its plugins in sets
+
     def __init__(self, functions):
         super().__init__()
         self.functions = sorted(functions, key=len, reverse=True)

@@ -19,6 +19,8 @@ settings.register_profile("quick", deadline=None, derandomize=True, database=Non
 class Failures(list):
     """A pytest plugin: what the tests raised."""
 
+    __hash__ = object.__hash__                                          # pytest keeps its plugins in sets
+
     def pytest_runtest_makereport(self, item, call):
         if call.when == "call" and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
             self.append(call.excinfo)
