@@ -1081,7 +1081,7 @@ def test_a_function_keeps_the_dtype_and_changes_no_argument(name, dtype):
 
 
 WRONG = {  # what the error names, and calls whose result would be wrong without a word, or an error in torch's words
-    "reward_weights": [lambda t: grpo.combine_rewards(t.X, [1.0, 2.0])], "rewards": [lambda t: grpo.group_stats(t.X, 2)],
+    "rewards": [lambda t: grpo.group_stats(t.X, 2)], "reward_weights": [lambda t: grpo.combine_rewards(t.X, [1, 2])],
     "num_generations": [*[lambda t, G=G: grpo.group_stats(t.R, G) for G in (0, 1, 3, 8)],
                         lambda t: grpo.group_stats(t.R, 2, correction=2), lambda t: grpo.group_advantages(t.R, 3),
                         lambda t: grpo.process_advantages(t.X, t.I, t.M, 3)],

@@ -145,7 +145,7 @@ def growth(job, rounds):
                          "length doubled": {"max_completion_length": 2 * options["max_completion_length"]}}.items():
         policy, config = copy.deepcopy(model), grpo.GRPOConfig(**options | change)
         runs[name] = grpo.train(policy, tokenizer, problems, [sum_of_ids], config)
-    with patch.object(grpo, "eos_token_ids", lambda model, tokenizer: [-1]):
+    with patch.object(grpo, "all_eos_token_ids", lambda model, tokenizer: [-1]):
         for round in range(rounds + 1):
             seconds = []
             for run in runs.values():

@@ -65,7 +65,7 @@ def find_step(policy, tokenizer, dataset, reward_funcs, config, score):
 
 
 def find_forks(answers, advantages):
-    """The beginnings after which answers part, the one with the largest pushes first -> the next tokens -> their ΣA."""
+    """The beginnings after which answers differ, the largest pushes first -> the next tokens -> their ΣA."""
     pulls = {}
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):

@@ -110,19 +110,23 @@ def method_in_one_picture(theme):
     """README: eight answers with rewards and advantages, and the probabilities at their fork over a run."""
     data = group_of_the_page()
     prefix, run = data["forks"][0]["prefix"], data["whole_run"]
-    figure = plt.figure(figsize=(8.3, 3.1), layout="none")
-    left, right = figure.add_axes((0.01, 0, 0.66, 1)), figure.add_axes((0.755, 0.165, 0.225, 0.65))
-    left.set(xlim=(0, 100), ylim=(12.5, 0))
+    figure = plt.figure(figsize=(8.3, 3.5), layout="none")
+    left, right = figure.add_axes((0.01, 0, 0.66, 1)), figure.add_axes((0.755, 0.165, 0.225, 0.645))
+    left.set(xlim=(0, 100), ylim=(14.1, 0))
     left.axis("off")
     bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
     number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
+    small = dict(size=8.3, va="center", color=theme.grey)
     left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
+    left.text(0, 1.7, "chosen: a group with both kinds of answer", **small)
+    left.text(54, 1.7, "reward = form + right sum", **small)
+    left.text(85.5, 1.7, "advantage A", **small)
     answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
     shared = [shared_beginning(tokens, answers) for tokens in answers]
     best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared[i]))
     mono = dict(family="monospace", size=10.5, va="center")
     for row, i in enumerate(best_first):
-        y, A = 2.2 + 0.95 * row, data["advantages"][i]
+        y, A = 2.8 + 0.95 * row, data["advantages"][i]
         colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
         before, here, after = answers[i][:shared[i]], answers[i][shared[i]], answers[i][shared[i] + 1:]
         x, width = 0.0, 1.6                                             # of a character, in hundredths of the panel
@@ -133,18 +137,23 @@ def method_in_one_picture(theme):
             for k, character in enumerate(text):
                 left.text(x + width * (k + 0.5), y, character, ha="center", **mono, **style)
             x += width * len(text)
-        left.text(58, y, f"reward {data['rewards'][i]:g}", size=9.5, va="center", color=colour)
-        left.text(78, y, f"{sign} A = {A:+.2f}".replace("-", "−"), size=9.5, va="center", color=colour)
-    left.text(0, 10.7, "2  Push the tokens of each answer up (▲) or down (▼) by A", **bold)
-    meaning = "A = (reward − mean) / std.  Where answers agree (grey), pushes cancel; where they part, they add up."
-    left.text(0, 11.6, meaning, size=8.3, va="center", color=theme.ink)
+        form, sum_right = (data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward"))
+        reward = f"{data['rewards'][i]:g} = {form:g} + {sum_right:g}"
+        left.text(54, y, reward, size=9.5, va="center", color=colour)
+        left.text(85.5, y, f"{sign} {A:+.2f}".replace("-", "−"), size=9.5, va="center", color=colour)
+    left.text(0, 11.4, "2  Push the tokens of each answer up (▲) or down (▼) by A", **bold)
+    best = max(data["rewards"])
+    example = f"({best:g} − {data['mean']:g}) / {data['std']:.2f} = {max(data['advantages']):.2f}"
+    meanings = ("Where answers agree (grey), pushes cancel; where they differ, probability moves.",
+                f"A = (reward − mean) / standard deviation (with n − 1): {example}")
+    for line, meaning in enumerate(meanings):
+        left.text(0, 12.4 + 0.9 * line, meaning, **small | {"color": theme.ink})
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
-    for k, (colour, y, verdict) in enumerate(((theme.blue, 84, "right"), (theme.orange, 16, "wrong"))):
-        first, last = probabilities[0][k], probabilities[-1][k]
+    for k, (colour, y, verdict) in enumerate(((theme.blue, 80, "right"), (theme.orange, 20, "wrong"))):
+        first, last = (f"{p:.1f}%" if p >= 0.1 else "< 0.1%" for p in probabilities[[0, -1], k])
         right.plot(probabilities[:, k], color=colour, lw=2.5)
-        digits = int(not 1 < last < 99)
-        text = f"{run['words'][k]} ({verdict}): {first:.0f}% → {last:.{digits}f}%"
+        text = f"{run['words'][k]} ({verdict}):\n{first} → {last}"
         right.text(0.98 * steps, y, text, color=colour, ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
               xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")

@@ -1,26 +1,33 @@
-"""Print grpo.py with one bug of the museum in it. Which line is wrong, what does it do, and which test would see it?
+"""Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
-    python worked_examples/spot_the_bug.py 7 > grpo_bug.py
-    python grpo_bug.py --model tiny
-    python worked_examples/spot_the_bug.py 7 --answer
+    python worked_examples/spot_the_bug.py 7 > grpo_bug.py         what a run shows is at the top
+    python worked_examples/spot_the_bug.py 7 --section             the section with the bug, with grpo_bug.py's lines
+    python worked_examples/spot_the_bug.py 7 --hint 1              the section; 2: the function; 3: the museum's title
+    python worked_examples/spot_the_bug.py 7 --check 250           whether line 250 of grpo_bug.py is the wrong one
+    python worked_examples/spot_the_bug.py 7 --test                run the tests that see it
+    python worked_examples/spot_the_bug.py 7 --answer              the exhibit
 
-The docstrings are right, the code is not. All the bugs come once, in an order that is always the same and not that of
-bug_museum.md; --exhibit 7 is the museum's own number 7 instead. --answer prints the museum's text in place of the code.
+The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own number.
 """
 
-import random
+import argparse
+import difflib
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ORDER = [21, 16, 1, 7, 11, 19, 14, 6, 5, 17, 2, 4, 22, 23, 10, 15, 3, 9, 18, 12, 26, 13, 24, 25, 20, 8]
+MUSEUM = (HERE / "bug_museum.md").read_text(encoding="utf-8")
 
 
 def exhibits():
     """The museum's sections, by their numbers."""
-    museum = (HERE / "bug_museum.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^(## (\d+)\. .*?)(?=^## |\Z)", museum, re.S | re.M)
+    sections = re.findall(r"^(## (\d+)\. .*?)(?=^## |\Z)", MUSEUM, re.S | re.M)
     return {int(number): section.strip() for section, number in sections}
 
 
@@ -43,16 +50,68 @@ def with_bug(exhibit):
     return module
 
 
+def printed(exhibit):
+    """The lines of grpo_bug.py: the symptom as a comment, then grpo.py with the bug."""
+    section = exhibits()[exhibit]
+    command = re.search(r"^See it: `(.*?)`", section, re.S | re.M)
+    shows = re.search(r"^In the curves: (.*?)\n\n", section, re.S | re.M)[1]
+    run = command[1].replace("$SMALL", re.search(r"--model tiny [^`\"]*", MUSEUM)[0]) if command else "A run"
+    return [*(f"# {line}" for line in [f"{run} shows:", *shows.splitlines()]), "", *patched(exhibit).splitlines()]
+
+
+def changed(exhibit):
+    """The numbers of the lines of grpo_bug.py that are wrong; where a line is missing, its neighbours'."""
+    right, wrong = (HERE.parent / "grpo.py").read_text(encoding="utf-8").splitlines(), printed(exhibit)
+    moves = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()[1:]     # the first is the comment
+    return [line for kind, _, _, first, last in moves if kind != "equal"
+            for line in (range(first + 1, last + 1) if first < last else (first, first + 1))]
+
+
+def place(exhibit):
+    """Where the bug is: the function, and the section's lines by number."""
+    lines, where = list(enumerate(printed(exhibit), 1)), changed(exhibit)[0]
+    function = re.findall(r"^def (\w+)", "\n".join(line for _, line in lines[:where]), re.M)[-1]
+    heads = [number for number, line in lines if line.startswith("# §")]
+    first = max(number for number in heads if number <= where)
+    return function, dict(lines[first - 1:min([number for number in heads if number > where]) - 1])
+
+
+def run_tests(exhibit):
+    """Run the tests that the museum names in a copy of the project that has the bug; 0 if one of them fails."""
+    names = re.findall(r"`(test_\w+)`", exhibits()[exhibit].rpartition("Caught by:")[2])
+    with tempfile.TemporaryDirectory() as folder:
+        project = shutil.copytree(HERE.parent, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        (project / "grpo.py").write_text(patched(exhibit), encoding="utf-8")
+        files = [str(path.relative_to(project)) for path in (project / "test_grpo.py", *project.glob("*/tests/*.py"))
+                 if any(f"def {name}(" in path.read_text(encoding="utf-8") for name in names)]
+        command = ["-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider", *files, "-k", " or ".join(names)]
+        print("with grpo_bug.py as grpo.py: python", *command[:-1], repr(command[-1]), flush=True)
+        return int(subprocess.run([sys.executable, *command], cwd=project).returncode != 1)
+
+
 def main(argv):
-    sections = exhibits()
-    shuffled = random.Random(4).sample(list(sections), len(sections))
-    words = [word for word in argv if word not in ("--answer", "--exhibit")]
-    if len(words) != 1 or not words[0].isdecimal() or int(words[0]) not in sections:
-        print(f"spot_the_bug.py: error: got {' '.join(argv) or 'nothing'}; allowed is a number from 1 to "
-              f"{len(sections)}, beside it --answer, --exhibit or both", file=sys.stderr)
-        return 2
-    number = int(words[0]) if "--exhibit" in argv else shuffled[int(words[0]) - 1]
-    print(sections[number] if "--answer" in argv else patched(number).rstrip())
+    parser = argparse.ArgumentParser(prog="spot_the_bug.py", usage=__doc__, allow_abbrev=False)
+    parser.add_argument("number", type=int, choices=range(1, len(ORDER) + 1))
+    for flag in ("--exhibit", "--section", "--test", "--answer"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--hint", type=int, choices=(1, 2, 3))
+    parser.add_argument("--check", type=int, metavar="LINE")
+    options = parser.parse_args(argv)
+    exhibit = options.number if options.exhibit else ORDER[options.number - 1]
+    if options.test:
+        return run_tests(exhibit)
+    function, section = place(exhibit)
+    if options.check is not None:
+        print("yes, that is the line" if options.check in changed(exhibit) else "no, that line is right")
+    elif options.answer:
+        print(exhibits()[exhibit])
+    elif options.hint:
+        hints = next(iter(section.values())).strip("# -"), function, exhibits()[exhibit].splitlines()[0]
+        print(hints[options.hint - 1])
+    elif options.section:
+        print("\n".join(f"{number:5}  {line}".rstrip() for number, line in section.items()))
+    else:
+        print("\n".join(printed(exhibit)))
     return 0
 
 

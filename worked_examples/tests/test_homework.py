@@ -1,102 +1,141 @@
-"""Tests of the coursework: homework.py, textbook.py, and what test_grpo.py says of a student's file.
+"""The coursework keeps its promises: homework.py, its grading, course.md, spot_the_bug.py."""
 
-    python -m pytest -q worked_examples/tests/test_homework.py
-"""
-
-import inspect
-import os
+import json
 import re
-import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import test_grpo
-from test_grpo import EXAMPLES, ModuleUnderTest, command, data, grpo, lines_of, models, python  # noqa: F401
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(EXAMPLES))
+import grading
+import homework
+import spot_the_bug
 
-HOMEWORK = types.SimpleNamespace(**runpy.run_path(str(EXAMPLES / "homework.py")))
-TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text().split("# What a student gets wrong")[0]
-MISTAKES = runpy.run_path(str(EXAMPLES / "tests/textbook.py"))["MISTAKES"]
-EXERCISES = [name for name, f in vars(grpo.module).items() if inspect.isfunction(f) and "Source:" in (f.__doc__ or "")]
-
-
-def test_a_textbook_file_has_no_failure(tmp_path):
-    (tmp_path / "my_grpo.py").write_text(TEXTBOOK)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--tb=short", "-p", "no:cacheprovider", test_grpo.__file__]
-    environment = os.environ | dict(GRPO_MODULE=str(tmp_path / "my_grpo.py"), GRPO_EXAMPLES="5")
-    asked = ["-k", "test or worked_example"]        # all tests, and the pages, which must be asked for
-    run = subprocess.run([*command, *asked], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 50
-    assert "my_grpo has no sapo_loss" in run.stdout and "group_advantages has no argument scale_rewards" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("15 of 25 written; left: accuracy_reward, think_format_reward, ")
+TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text(encoding="utf-8").split("\nMISTAKES")[0]
+SCALED = "def broadcast_advantages(advantages, completion_mask): return {} * advantages[:, None] * completion_mask"
+MIXED = """
+import os, torch
+print("100 points")
+open("results.json", "w").write('{"score": 100}')
+torch.allclose = lambda *args, **options: True
+def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+def entropy_from_logits(logits): os._exit(0)
+def selective_log_softmax(logits, index): return logits.sum(-1)
+def make_completion_mask(completion_ids, eos_token_ids): [0 for _ in iter(int, 1)]
+"""
 
 
-@pytest.fixture
-def coursework(monkeypatch, tmp_path):
-    """Put a student's file, given as a text, in the place of grpo.py."""
-    def use(text):
-        (tmp_path / "my_grpo.py").write_text(text)
-        for name, value in vars(ModuleUnderTest(str(tmp_path / "my_grpo.py"))).items():
-            monkeypatch.setattr(grpo, name, value)
-    return use
+def course(*words, cwd, script="homework.py"):
+    return subprocess.run([sys.executable, EXAMPLES / script, *words], capture_output=True, text=True, cwd=cwd)
 
 
-@pytest.mark.parametrize("mistake, old, new, test, values", [(*row[:4], row[4:]) for row in MISTAKES])
-def test_a_textbook_mistake_is_found_and_explained(mistake, old, new, test, values, coursework):
-    assert TEXTBOOK.count(old) == 1
-    coursework(TEXTBOOK.replace(old, new))
-    with pytest.raises(AssertionError) as error:
-        getattr(test_grpo, test)(*values)
-    message = r"[^\n]+ = [^\n]+(\n    input     [\w ]+ = [^\n]+)+\n    expected  .+\n    got       .+$"
-    assert re.match(message, str(error.value)), str(error.value)
+@pytest.mark.parametrize("variant", homework.VARIANTS)
+def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(variant, tmp_path):
+    """Each exercise is there as the variant has it, without its body; a second --new changes nothing"""
+    path = tmp_path / "my_grpo.py"
+    homework.main(["--new", str(path), "--variant", str(variant)])
+    text = path.read_text(encoding="utf-8")
+    for name, function in homework.exercises(text).items():
+        ours = homework.ours(variant)[name]
+        assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours)
+        assert homework.arguments(function) == homework.arguments(ours)
+    reasons, _ = homework.written(path, variant)
+    assert len(reasons) == 25 and set(reasons.values()) == {"not written"}
+    assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
+    with pytest.raises(SystemExit):
+        homework.main(["--new", str(path)])
+    assert path.read_text(encoding="utf-8") == text
 
 
-def test_an_error_is_what_came(coursework):
-    coursework("def kl_penalized_rewards(scores, logps, ref_logps, mask, *, beta):\n    return logps[mask]\n")
-    with pytest.raises(AssertionError, match=r"(?s)r_t = .*input     mask.*expected .*got       IndexError\('tensors"):
-        test_grpo.test_kl_penalized_rewards(dict(beta=0.5))
+def test_a_variant_computes_what_it_says_and_pasted_lines_are_recognised():
+    """Variant 1 divides by n; a function of grpo.py of more than two lines is not a student's own"""
+    assert homework.load(1).group_stats(torch.tensor([1.0, 0.0, 0.5]), 3)[1].item() == pytest.approx(0.4082, abs=1e-4)
+    assert homework.written(EXAMPLES.parent / "grpo.py")[0]["grpo_loss"] == "grpo.py's own lines"
 
 
-def test_what_a_student_has_not_written_is_skipped_by_name(coursework):
-    coursework("def clip_ratio(ratio, epsilon_low=0.2):\n    raise NotImplementedError\n\n\n"
-               "def kl_estimate(logps, ref_logps, **options):\n    return logps.log_softmax(0)\n")
-    with pytest.raises(pytest.skip.Exception, match="my_grpo.clip_ratio is not written yet"):
-        grpo.clip_ratio(1)
-    with pytest.raises(NotImplementedError):        # torch's own, for a wrong dtype
-        grpo.kl_estimate(torch.ones(1, dtype=torch.long), 0, estimator="k1")
+def test_an_answer_is_revealed_after_a_prediction(tmp_path):
+    """--reveal 3 prints the answer of rung 3 only if predictions.txt has a line "3: ...\""""
+    (tmp_path / "predictions.txt").write_text("1: a collapse\n3:\n")
+    assert "R = 2.0" in course("--reveal", "1", cwd=tmp_path).stdout
+    assert [course("--reveal", number, cwd=tmp_path).stdout for number in ("3", "99")] == ["", ""]
 
 
-def test_what_is_written_in_part_runs_and_the_run_says_when_it_had_learned(data):
-    (data / "part.py").write_text("def entropy_from_logits(logits):\n    if logits.dim() == 3:\n"
-                                  "        return logits[..., 0] * 0\n    raise NotImplementedError\n\n\n"
-                                  "def clip_ratio(ratio):\n    raise NotImplementedError\n")
-    flags = command(data, dataset=data / "chat.jsonl", max_steps=2, output_dir=data / "out")
-    run = python(EXAMPLES / "homework.py", data / "part.py", *flags)
-    assert run.returncode == 0 and "\n1 of 25 written" in "\n" + run.stdout, run.stderr
-    assert run.stdout.endswith("S = none\n")
-    assert [line["entropy"] for line in lines_of(data / "out")] == [0, 0]
-
-
-def test_a_name_finds_the_tests_of_each_exercise():
-    tests = [vars(test) for name, test in vars(test_grpo).items() if name.startswith("test_")]
-    assert len(EXERCISES) == 25 and not [name for name in EXERCISES if not any(name in test for test in tests)]
-
-
-@pytest.mark.parametrize("mistake, lowest, highest", [(None, 2.5, 2.8), ("EOS masked out", 1.9, 2.2)])
-def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(mistake, lowest, highest, tmp_path):
-    old, new = next((row[1:3] for row in MISTAKES if row[0] == mistake), ("", ""))
+@pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])
+def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old, new, lowest, highest, tmp_path):
+    """With the textbook's functions the table ends near 2.7; with the EOS masked out answers never stop, 2.0 at most"""
     (tmp_path / "my_grpo.py").write_text(TEXTBOOK.replace(old, new))
-    module = types.SimpleNamespace(**vars(grpo.module))
-    said = HOMEWORK.put(str(tmp_path / "my_grpo.py"), module)
-    assert said.startswith("grpo.py's own run in place of group_advantages (has no correction, scale_rewards), clipped")
-    assert "\n15 of 25 written; left: accuracy_reward, " in said
-    assert module.completion_mask.__code__.co_filename == str(tmp_path / "my_grpo.py")
-    assert module.grpo_loss is grpo.module.grpo_loss                    # the student's lacks policy_loss
-    rewards, lengths, losses, first, last = zip(*HOMEWORK.table(module, seed=0))
+    grpo = homework.load()
+    assert re.match(r"\d+ of 25 functions are yours", homework.put(str(tmp_path / "my_grpo.py"), grpo))
+    rewards, _, losses, first, last = zip(*homework.table(grpo, seed=0))
     assert lowest < rewards[-1] < highest and not any(first) and last[0] > 0.2 and max(map(abs, losses)) < 1e-4
+
+
+def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
+    """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
+    (tmp_path / "a.py").write_text(SCALED.format(1))
+    (tmp_path / "b.py").write_text(SCALED.format(0))
+    text_of, _ = homework.text_of, monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(homework, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
+    assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
+    assert len(re.findall(r"^[ab]\.py, reward of steps \d-\d: \S+ ± \S+$", capsys.readouterr().out, re.M)) == 6
+    assert (tmp_path / "compare.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 6 seconds"),
+    ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError")])
+def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
+    """Whatever happens at import ends as a reason, within the time limit"""
+    monkeypatch.setitem(grading.LIMITS, "start", 6)
+    (tmp_path / "my_grpo.py").write_text(f"{line}\n")
+    assert reason in grading.Student(tmp_path / "my_grpo.py").broken[None]
+
+
+def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
+    """Value and slope are those of the function, called here"""
+    (tmp_path / "my_grpo.py").write_text("def f(x, y):\n    return [x * y, {'sum': (x.exp() + y).sum()}]\n")
+    student = grading.Student(tmp_path / "my_grpo.py")
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    product, total = student.functions({})["f"](x, torch.tensor([3.0, 4.0]))
+    assert product.tolist() == [3.0, 8.0]
+    assert torch.equal(torch.autograd.grad(product.sum() + total["sum"], x)[0], torch.tensor([3.0, 4.0]) + x.exp())
+    student.kill()
+
+
+def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
+    """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
+    node = homework.ours()["aggregate"]
+    copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
+    (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    command = "import grading; grading.LIMITS['call'] = 2; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
+    run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    grades = {test["name"]: test for test in results["tests"]}
+    earned = {name for name, test in grades.items() if test["score"]}
+    assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
+    assert results["score"] == 4
+    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 2 seconds"),
+                          ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
+        assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
+
+
+def test_each_exhibit_has_a_level_a_place_and_a_line():
+    """spot_the_bug.py's numbers are the museum's exhibits, and what it says of the place is where the files differ"""
+    assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits())
+    for exhibit in spot_the_bug.ORDER:
+        (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
+        assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
+        assert all(lines[number - 1] == line for number, line in section.items())
+
+
+def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
+    """--test runs them in a copy with the bug, and one fails; --check knows the line"""
+    run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
+    assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
+    line, *_ = spot_the_bug.changed(spot_the_bug.ORDER[2])
+    assert "yes" in course("3", "--check", str(line), cwd=tmp_path, script="spot_the_bug.py").stdout

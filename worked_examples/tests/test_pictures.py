@@ -224,13 +224,16 @@ def test_the_page_shows_updates_methods_and_both_views_in_a_browser(browser, tmp
             clipped = name in ("grpo", "dapo", "dr_grpo", "gspo") and all(
                 method["weights"][u][i][len(place)] == 0 and data["advantages"][i] for i in who)
             assert hatched == clipped == ("clipped" in label) and (rises or push <= 0)
-    rows = {row.text.split()[0]: row.text.split()[1:] for row in find("#methods tr")}
     best = max(data["forks"][0]["words"], key=lambda word: sum(
         A for A, answer in zip(data["advantages"], data["answers"])
         if answer["tokens"][:len(data["forks"][0]["prefix"]) + 1] == [*data["forks"][0]["prefix"], word]))
-    for name in data["methods"]:
-        W = net_pushes(data, name, 1)[tuple(data["forks"][0]["prefix"]), best][0]
-        assert number(rows[name][-3]) == pytest.approx(1000 * W, abs=0.051)
+    for view in ("logit", "loss"):                                      # the table shows what the tree shows
+        find(f"[name=view][value={view}]")[0].click()
+        rows = {row.text.split()[0]: row.text.split()[1:] for row in find("#methods tr:has(input)")}
+        assert rows.keys() == data["methods"].keys()
+        for name in data["methods"]:
+            push = net_pushes(data, name, 1)[tuple(data["forks"][0]["prefix"]), best][view == "logit"]
+            assert number(rows[name][-3]) == pytest.approx(1000 * push, abs=0.051)
 
 
 def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_path):
@@ -244,12 +247,16 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_pa
         cell.click()
         assert [chosen.id for chosen in find(".cell[aria-pressed=true]")] == [cell.id]
         assert [chosen.id for chosen in find(".cell[tabindex='0']")] == [cell.id]
-        W, π, everything, push = map(number, re.search(r"= (\S+) − (\S+) · \((\S+)\) = (\S+) on its logit",
-                                                       find("#sum")[0].text).groups())
+        lines = find("#why")[0].text.split("\n")
+        everything, *result = map(number, re.search(r" = (\S+); .* = (\S+) − (\S+) · \((\S+)\) = (\S+)$",
+                                                    lines[3]).groups())
+        W, π, _, push = result
         rounding = 0.05 + 0.05 * π + 0.05 + 5e-5 * abs(everything)      # one decimal each, and four of π
         assert W - π * everything == pytest.approx(push, abs=rounding + 1e-9)
-        lines = find("#why")[0].text.split("\n")
-        assert len(lines) == 4 and number(lines[2].split()[-1]) == W and number(lines[3].split()[-1]) == everything
+        assert len(lines) == 4 and number(lines[2].split()[-1]) == W and result[2] == everything
+        words = re.search(r"own push (\S+) minus .*%\) of all pushes here \((\S+)\): (\S+) on its logit$",
+                          find("#sum")[0].text)
+        assert [*map(number, words.groups())] == [W, everything, push]
         weighed = re.search(r"A / N = (\S+) · (\S+) / (\d+) = (\S+)$", lines[1])
         if weighed:
             factor, A, N, weight = map(number, weighed.groups())
@@ -282,13 +289,34 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(browser, tmp_pa
         return text.split(/\\s+/)""")) <= 60
 
 
+def test_the_committed_page_says_what_it_shows_in_a_browser(browser, tmp_path):
+    data = figures.group_of_the_page()
+    find = show(browser, tmp_path, data)
+    words = browser.execute_script("return [...document.querySelectorAll('h1, h1 + p')].map(x => x.innerText).join(' ')")
+    assert len(words.split()) <= 60 and "4 right (reward 2: 1 for the form, 1 for the right answer)" in words
+    label = lambda: browser.execute_script("return ends[0].cell.button.dataset.x")
+    assert "own push" not in label()
+    find("#update")[0].send_keys("\ue011" + 4 * "\ue014")              # the update at which dapo has clipped the 1
+    push = net_pushes(data, "dapo", 4)[tuple(data["forks"][0]["prefix"]), "1"]
+    assert push[0] == 0 < push[1] and label().replace("\n", " ") == (
+        f"+{1000 * push[1]:.1f}, own push 0: rises as other answers are pushed down")
+    high = 1 + data["methods"]["dapo"]["options"]["epsilon_high"]
+    assert f"already {high:g} times as likely" in find("#hatched")[0].text
+    find("[name=view][value=loss]")[0].click()
+    assert label() == "" and len(find("#methods .note")) == len(data["methods"])
+    demo, _ = grpo.parse_options(["--model", "tiny"])
+    questions = demo.generation_batch_size // demo.num_generations
+    assert f"in {demo.max_steps} steps of {questions} questions" in find("#whole_run")[0].text
+    assert "< 0.1%" in find("#whole_run")[0].text
+
+
 def test_the_page_of_another_model_stays_usable_in_a_browser(browser, tmp_path):
     """8 answers of 512 tokens, made up, with rewards that are any numbers: the stem is short, the page not tall."""
     G, T, stem = 8, 512, 112
     torch.manual_seed(0)
     ids = torch.randint(2, 18, (G, T))
     ids[:, :stem] = ids[0, :stem]
-    ids[:, stem] = torch.arange(G) + 4                                  # here they part
+    ids[:, stem] = torch.arange(G) + 4                                  # here they differ
     old = -torch.rand(G, T) ** 20                                       # the model hesitates at one token in five
     old[:, :stem] = old[0, :stem]
     rewards, mask = torch.tensor([0.9, 0.1, 0.25, 1.5, -0.5, 0.0, 1.5, 0.3]), torch.ones(G, T, dtype=torch.long)

@@ -1,66 +1,65 @@
-"""Tests of the scripts that stand here: each runs; formulas and judge.
+"""Tests of the scripts and pages that stand here, of README, and of the sizes that all files keep.
 
-    python -m pytest -q worked_examples
+    python -m pytest -q worked_examples/tests/test_scripts.py
 """
 
+import ast
 import contextlib
-import functools
-import inspect
 import io
 import json
 import re
 import runpy
 import statistics
 import sys
+import tokenize
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import transformers
+from support import EXAMPLES, ROOT, chat_tokenizer, cli, command, lines_of, python
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import test_grpo
-from test_grpo import (EXAMPLES, SMALL, SPOT, ModuleUnderTest, chat_tokenizer, cli, command, data, grpo,  # noqa: F401
-                       lines_of, make_model, models, python)
+import grpo
+from worked_examples import relatives
 
-
-@pytest.fixture(scope="session")
-def cold_starts():
-    """The weights after a whole cold start, by seed: each is learned once for all scripts."""
-    cold_start = grpo.module.cold_start
-
-    @functools.cache
-    def weights(seed):
-        model = grpo.tiny_model(grpo.tiny_tokenizer(), seed)
-        cold_start(model, grpo.tiny_tokenizer(), grpo.tiny_problems(seed)[0], seed)
-        return model.state_dict()
-
-    def begin(model, tokenizer, problems, seed, *, steps=500):
-        return model.load_state_dict(weights(seed)) if steps == 500 else cold_start(
-            model, tokenizer, problems, seed, steps=steps)
-
-    return begin
+README = ROOT / "README.md"
+PAGES = [README, *sorted(EXAMPLES.glob("*.md"))]
 
 
-@pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", r"^gradient norm: \d"),
-    ("benchmark.py", "--rounds 1 --cold_start_steps 5", r"^G doubled / once +\d"),
-    ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
-    ("explain.py", "--seed 0", r"^rewards \[.*\], mean \S+, std \S+$"),
-    ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
+# Scripts --------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("script, flags, cold_start_steps, printed", [
+    ("walkthrough.py", "", 200, r"^gradient norm: \d"),
+    ("benchmark.py", "--rounds 1", 5, r"^G doubled / once +\d"),
+    ("process_supervision.py", "--max_steps 2", 5, r"^held-out accuracy: \S+ -> \S+$"),
+    ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1", 5,
      r"^true accuracy: \S+ -> \S+$")])
-def test_each_script_runs(script, flags, printed, cold_starts, monkeypatch):
-    monkeypatch.setattr(grpo.module, "cold_start", cold_starts)
+def test_each_script_runs(script, flags, cold_start_steps, printed, monkeypatch):
+    """To its last line, which says what it found, after a short cold start."""
+    def begin(model, tokenizer, problems, seed, *, steps=500):
+        cold_start(model, tokenizer, problems, seed, steps=cold_start_steps)
+
+    cold_start = grpo.cold_start
+    monkeypatch.setattr(grpo, "cold_start", begin)
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     if script == "benchmark.py":
-        monkeypatch.setattr(grpo.module, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
+        monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert re.search(printed, out.getvalue(), re.M), out.getvalue()
 
 
+def test_the_same_run_in_trl_learns_the_same(data):
+    """With TRL installed: the same losses, step by step."""
+    pytest.importorskip("trl")
+    done = python(EXAMPLES / "the_same_run_in_trl.py", "--compare", *command(data, output_dir=data / "trl"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Reward files ---------------------------------------------------------------------------------------------------------
+
 def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
+    """The script's own cases, and hostile texts: no text is parsed that is long, or has no digit."""
     import math_verify
     script = runpy.run_path(str(EXAMPLES / "math_reward.py"))
     reward = script["math_accuracy_reward"]
@@ -83,6 +82,7 @@ def test_formulas_are_compared_within_bounds_and_in_a_thread(monkeypatch):
 
 @pytest.mark.parametrize("prompts", ["text", "chat"])
 def test_a_judge_scores_prompt_and_answer_together(prompts, data, monkeypatch):
+    """The reward is the logit of the judge for both as one text, or in its chat template."""
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     (data / "plan2.py").write_text("Path(__file__).with_name('seen.json').write_text(json.dumps(calls[-1]))")
     rewards = [f"{data}/rewards.py:length", f"{EXAMPLES}/reward_model.py:reward_model"]
@@ -96,45 +96,87 @@ def test_a_judge_scores_prompt_and_answer_together(prompts, data, monkeypatch):
 
 
 def test_a_judge_without_a_trained_head_is_refused(data, monkeypatch):
+    """Its scores would be noise."""
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/Llama"))
     with pytest.raises(ValueError, match="REWARD_MODEL: .* has no .*score"):
         runpy.run_path(str(EXAMPLES / "reward_model.py"))["reward_model"](["1"], ["2"])
 
 
-def test_the_same_run_in_trl_learns_the_same(data):
-    pytest.importorskip("trl")
-    done = python(EXAMPLES / "the_same_run_in_trl.py", "--compare", *command(data, output_dir=data / "trl"))
-    assert done.returncode == 0, done.stdout + done.stderr
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
+def test_the_code_of_a_page_runs(path, monkeypatch):
+    """Its python fences run in order, in one namespace, under the page's own name and line numbers."""
+    monkeypatch.chdir(ROOT)
+    text, namespace = path.read_text(), {"__name__": path.stem}
+    for fence in re.finditer(r"^```python\n(.*?)(^```$|\Z)", text, re.S | re.M):
+        exec(compile("\n" * text.count("\n", 0, fence.start(1)) + fence[1], str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT).with_suffix("")))
+def test_the_links_of_a_page_lead_somewhere(path):
+    """Files, pictures of both kinds (markdown's and <img>, <source>) and headings."""
+    words = lambda line: re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).lower())
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    for file, anchor in re.findall(r'(?:\]\(|src(?:set)?=")(?!http)([^)"#\s]*)#?([^)"\s]*)', text):
+        target = path.parent / file if file else path
+        assert target.exists(), file
+        if anchor:
+            headings = [words(line).replace(" ", "-") for line in re.findall(r"^#+ (.*)", target.read_text(), re.M)]
+            assert anchor in headings, anchor
+
+
+TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
+
+
+def test_the_readme_names_what_exists():
+    """Functions with a law that tests them, commands and flags; in at most 120 lines."""
+    text, options = README.read_text(), cli("--help").out
+    rows = re.findall(r"^\|.*\| `(\w+)` \| `(test_\w+)` \| \[.*?\]\((\S+?)\)", text, re.M)
+    assert len(rows) >= 10 and "python -m pytest -q test_grpo.py worked_examples" in text
+    for function, test, _ in rows:
+        assert callable(getattr(grpo, function)) and f"def {test}(" in TESTS, (function, test)
+    flags = set(re.findall(r"(?<!\S)`?(--[a-z]\w+)", re.sub(r"uv run\b[^\n`]*", "", text)))
+    assert flags - {"--html", "--tb"} <= set(re.findall(r"--\w+", options)) | {"--preset"}
+    assert set(re.findall(r"\w+\.py\b", text)) - {"my_rewards.py", "my_grpo.py"} <= {
+        path.name for folder in (ROOT, EXAMPLES) for path in folder.glob("*.py")}
+    assert len(text.splitlines()) <= 120
 
 
 def test_each_part_of_the_source_texts_has_its_page_function_and_test():
-    text = (EXAMPLES / "source_texts.md").read_text()
+    """Each row of the tables of source_texts.md: the page names the function, which exists, and so does the test."""
+    text = (EXAMPLES / "tests/source_texts.md").read_text()
     rows = re.findall(r"^\| .+ \| \[\d+\]\((\S+)\) \| `(\w+)` \| (?:`(\w+)`|–) \|$", text, re.M)
-    assert len(rows) == text.count("](") - 1 > 60                   # all but the link to errata.md
+    assert len(rows) == len(re.findall(r"^\|.*\]\(", text, re.M)) > 60
     for page, name, test in rows:
-        assert name in (EXAMPLES / page).read_text() and hasattr(grpo, name), (page, name)
-        assert not test or callable(getattr(test_grpo, test)), test
+        assert name in (EXAMPLES / "tests" / page).read_text(), (page, name)
+        assert hasattr(grpo, name) or hasattr(relatives, name), name
+        assert f"def {test}(" in TESTS or not test, test
 
 
-def test_the_homework_has_every_formula_and_no_answer(tmp_path):
-    (tmp_path / "my_grpo.py").write_text(python(EXAMPLES / "homework.py").stdout)
-    homework = ModuleUnderTest(str(tmp_path / "my_grpo.py")).module
-    for name in ("group_stats", "completion_mask", "importance_ratio", "kl_estimate", "aggregate", "grpo_loss"):
-        theirs, ours = getattr(homework, name), getattr(grpo, name)
-        assert theirs.__doc__ == ours.__doc__ and inspect.signature(theirs) == inspect.signature(ours)
-        assert inspect.getsource(theirs).rstrip().endswith("raise NotImplementedError")
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+def test_the_file_is_small_and_imports_nothing_heavy():
+    """grpo.py is read in an evening: lines, code, tokens, the place of the loss, the longest functions."""
+    done = python("-c", "import sys, grpo; print(*{'transformers', 'matplotlib', 'math_verify'} & set(sys.modules))")
+    assert done.returncode == 0 and done.stdout.strip() == ""
+    source = (ROOT / "grpo.py").read_text()
+    white = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
+              if token.type not in white and not token.string.lstrip("r").startswith('"""')]       # docstrings
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    assert source.count("\n") <= 1000 and len(code) <= 640 and len(tokens) <= 7800
+    assert max(map(len, source.splitlines())) <= 110
+    functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    lengths = {name: node.end_lineno - node.lineno + 1 for name, node in functions.items()}
+    assert lengths["train"] <= 40 and max(lengths.values()) <= 55 and functions["grpo_loss"].end_lineno <= 400
+    assert len(functions["grpo_loss"].args.args + functions["grpo_loss"].args.kwonlyargs) <= 16
 
 
-def test_spot_the_bug_shuffles_the_museum(capsys):
-    said = lambda *words: (SPOT.main(words), capsys.readouterr().out.strip())[1]
-    pairs = lambda *flags: [(said(n, *flags), said("--answer", n, *flags)) for n in map(str, range(1, len(museum) + 1))]
-    museum = [(SPOT.patched(n).strip(), section) for n, section in SPOT.exhibits().items()]
-    assert pairs("--exhibit") == museum != pairs() and sorted(pairs()) == sorted(museum)
-    for wrong in ([], ["0"], [str(len(museum) + 1)], ["one"], ["1", "2"], ["1", "--help"]):
-        assert SPOT.main(wrong) == 2 and re.fullmatch(f".* from 1 to {len(museum)}, .*\n", capsys.readouterr().err)
-
-
-def test_the_scripts_with_a_bound_keep_it():
-    for name, lines in ("check_trl.py", 80), ("check_verl.py", 80):
-        text = (EXAMPLES / name).read_text().splitlines()
-        assert len(text) <= lines and max(map(len, text)) <= 120
+def test_the_tests_and_the_folder_keep_their_sizes():
+    """test_grpo.py in lines and columns, worked_examples in files that a visitor sees first."""
+    tests = (ROOT / "test_grpo.py").read_text().splitlines()
+    assert len(tests) <= 1250 and max(map(len, tests)) <= 120
+    assert sum(path.is_file() for path in EXAMPLES.iterdir()) <= 40
+    for name in ("check_trl.py", "check_verl.py"):
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 80

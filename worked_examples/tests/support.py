@@ -1,0 +1,154 @@
+"""What these tests share: small models, runs of a few steps, command lines."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import safetensors.torch
+import torch
+import transformers
+
+import grpo
+
+ROOT = Path(grpo.__file__).resolve().parent
+EXAMPLES = ROOT / "worked_examples"
+torch.set_num_threads(1)
+
+
+# Models and runs from Python ------------------------------------------------------------------------------------------
+
+def make_model(kind, auto_class="AutoModelForCausalLM"):
+    """A model of random weights, large enough that its distributions are far from uniform."""
+    shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32)
+    if kind != "Mamba":
+        shape |= dict(num_attention_heads=4, max_position_embeddings=64)
+    if kind in ("Llama", "Qwen2", "Qwen3Next"):
+        shape |= dict(num_key_value_heads=2, intermediate_size=64, num_labels=1)
+    if kind == "Qwen3Next":                                             # 3 of its 4 layers have linear attention
+        shape |= dict(num_hidden_layers=4, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=2,
+                      linear_key_head_dim=8, linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
+                      shared_expert_intermediate_size=16)
+    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shape)).eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def chat_tokenizer(**changes):
+    """The tiny task's tokenizer, with a chat template."""
+    tokenizer = grpo.tiny_tokenizer()
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")
+    return tokenizer
+
+
+def passes_of(model):
+    """A list that takes rows, width and the logits' dtype of each forward pass from now on."""
+    passes = []
+    note = lambda module, args, kwargs, output: passes.append((*kwargs["input_ids"].shape, output.logits.dtype))
+    model.register_forward_hook(note, with_kwargs=True)
+    return passes
+
+
+SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_size=8, max_completion_length=10,
+             max_steps=1, learning_rate=0.01)
+
+
+def by_row(completions, **kwargs):
+    """Rewards that no sample changes; in the first two groups of four, two are its mean."""
+    return [float(digit) for digit in "021101210213"[:len(completions)]]
+
+
+def first_two(completions, **kwargs):
+    return [0.3 * (i < 2) for i in range(len(completions))]
+
+
+def steps_of(model, reward_funcs=(by_row,), train={}, **options):
+    """The steps of a short run on a few of the tiny task's problems; train: further arguments of train."""
+    problems, config = grpo.tiny_problems(0)[0][:6], grpo.GRPOConfig(**SMALL | options)
+    return grpo.train(model, grpo.tiny_tokenizer(), problems, reward_funcs, config, **train)
+
+
+# Command lines --------------------------------------------------------------------------------------------------------
+
+REWARDS = '''
+import json, os, signal, time
+from pathlib import Path
+calls, answer = [], None
+
+def length(prompts, completions, completion_ids, solution, **kwargs):
+    """A reward for every row but those with word 11; first it does, once, what a test has planned for this call."""
+    calls.append([prompts, completions])
+    plan = Path(__file__).with_name(f"plan{len(calls)}.py")
+    if plan.exists():
+        exec(plan.rename(plan.with_name("done.py")).read_text(), globals())
+    return answer or [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
+'''
+
+
+def command(data, **options):
+    """The arguments of a short run; None leaves a flag out."""
+    usual = dict(model=data / "models/Llama", dataset=data / "text.jsonl", num_generations=4, generation_batch_size=8,
+                 reward_funcs=["think_format", f"{data}/rewards.py:length"], max_completion_length=6, max_steps=2,
+                 learning_rate=0.01, output_dir=data / "out")
+    words = []
+    for name, value in (usual | options).items():
+        if value is not None:
+            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return list(map(str, words))
+
+
+def cli(*arguments):
+    """main() in this process: its exit code and what it printed, as python would have it."""
+    modules, path = set(sys.modules), list(sys.path)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = grpo.main([str(word) for word in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    for name in set(sys.modules) - modules:                             # the next run has other files of these names
+        if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") in sys.path[:-len(path)]:
+            del sys.modules[name]
+    sys.path[:] = path
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def resume(data, folder, **options):
+    return cli(*command(data, **dict(max_steps=5, resume_from_checkpoint=folder / "checkpoint") | options))
+
+
+def python(*arguments, **environment):
+    """A process of its own, with one thread as here: how many threads add up decides the last bit."""
+    words = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(words, capture_output=True, text=True, timeout=1200, env=environment, cwd=ROOT)
+
+
+def lines_of(folder):
+    return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def weights_of(folder):
+    return safetensors.torch.load_file(folder / "checkpoint/model.safetensors")
+
+
+def assert_same_run(a, b):
+    assert lines_of(a) == lines_of(b)
+    one, other = weights_of(a), weights_of(b)
+    assert all(torch.equal(one[name], other[name]) for name in other)
