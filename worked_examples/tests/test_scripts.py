@@ -17,7 +17,7 @@ from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, python
 import grpo
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted(EXAMPLES.glob("*.md"))]
+PAGES = [README, *sorted(EXAMPLES.glob("*.md")), *sorted((EXAMPLES / "tests").glob("*.md"))]
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
 
 
