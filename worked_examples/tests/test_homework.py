@@ -25,7 +25,7 @@ torch.allclose = lambda *args, **options: True
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 def entropy_from_logits(logits): os._exit(0)
 def selective_log_softmax(logits, index): return logits.sum(-1)
-def make_completion_mask(completion_ids, eos_token_ids): [0 for _ in iter(int, 1)]
+def make_completion_mask(completion_ids, eos_token_ids): __import__("time").sleep(99)
 """
 
 
@@ -110,6 +110,7 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
     (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(homework.ours()["aggregate"]))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    monkeypatch.setenv("GRPO_EXAMPLES", "3")
     command = "import grading; grading.LIMITS['call'] = 5; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
     run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
