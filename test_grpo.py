@@ -57,7 +57,6 @@ batch = st.integers(2, 4).flatmap(                                              
     lambda G: st.lists(st.lists(reward, min_size=G, max_size=G), min_size=1, max_size=3))
 words = st.lists(logit, min_size=2, max_size=4)                                 # the logits of a small vocabulary
 three = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(lambda w: [x / sum(w) for x in w])      # probabilities
-few = settings(max_examples=10)                                                 # where each example runs a model
 
 
 def answers(*numbers):
@@ -385,7 +384,7 @@ def oracle_logps(model, rows, temperature=1.0):
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions")),
                                   pytest.param("OPT", marks=beyond("positions"))])
 @options(dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
-@few
+@settings(max_examples=10)
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
     """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise: no other row and no left padding is seen"""
@@ -401,7 +400,7 @@ def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
         expect(mine, alone, 100 * LLAMA)
 
 
-@few
+@settings(max_examples=10)
 @given(st.lists(st.integers(2, 11), min_size=1, max_size=3), st.lists(st.integers(0, 11), max_size=2))
 def test_per_token_logps_add_up_to_1_over_the_vocabulary(prompt, answer):
     """Σ_v π(v | q, o_<t) = 1: the same answer with each word as its last"""
@@ -411,7 +410,7 @@ def test_per_token_logps_add_up_to_1_over_the_vocabulary(prompt, answer):
 
 @beyond("padding")
 @pytest.mark.parametrize("junk", [-9, 10**6])
-@few
+@settings(max_examples=10)
 @given(rows=prompts_and_answers)
 def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
     """Ids of -9 or a million under the mask change nothing; logps and entropies are 0 there"""
