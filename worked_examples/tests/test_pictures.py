@@ -1,4 +1,4 @@
-"""Tests of explain.py, its page in a browser (needs selenium, Chromium and its driver), and the pictures."""
+"""Tests of explain.py, of the pictures, and, where selenium and Chromium are, of the page in a browser."""
 
 import functools
 import itertools
