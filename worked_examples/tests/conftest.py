@@ -42,8 +42,7 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
 def chat_tokenizer():
     """The tiny task's tokenizer, with a chat template."""
     tokenizer = grpo.tiny_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
-                               "{% if add_generation_prompt %}={% endif %}")
+    tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     return tokenizer
 
 
