@@ -2,8 +2,6 @@
 
     python worked_examples/check.py my_answers.py                of each function the first failure, the rest in brief
     python worked_examples/check.py my_answers.py grpo_loss      every failure of this function
-
-The laws of test_grpo.py and of tests/test_relatives.py are asked twice: those of the formula, then those beyond it.
 """
 import os
 import runpy
@@ -13,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent
-ROOT = EXAMPLES.parent
+EXAMPLES, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(EXAMPLES)]
 TESTS = ROOT / "test_grpo.py", EXAMPLES / "tests/test_relatives.py"
 LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
@@ -22,6 +19,8 @@ LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
 
 class Results(dict):
     """A plugin of pytest. Of each function its laws: the step beyond the formula, and what a failure says, if any."""
+
+    __hash__ = object.__hash__                      # pytest keeps plugins in sets
 
     def __init__(self, functions):
         super().__init__()
@@ -49,7 +48,8 @@ def ask(path):
     import relatives
     os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
     laws = "".join(file.read_text(encoding="utf-8") for file in TESTS)
-    results = Results(name for name in {**vars(grpo), **vars(relatives)} if f"def test_{name}_" in laws)
+    functions = {name for name, f in (vars(grpo) | vars(relatives)).items() if callable(f)}
+    results = Results(name for name in functions if f"def test_{name}_" in laws)
     for level in LEVELS:
         quiet = "-p no:terminal -p no:cacheprovider -W ignore".split()
         pytest.main([*map(str, TESTS), "-m", level, *quiet], plugins=[results])

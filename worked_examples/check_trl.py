@@ -11,17 +11,16 @@ import trl
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, selective_log_softmax
 
-ARGS = dict(output_dir=".", bf16=False, use_cpu=True, report_to="none", num_generations=2)
+ARGS = trl.GRPOConfig(output_dir=".", bf16=False, use_cpu=True, report_to="none", num_generations=2)
 PROMPTS = datasets.Dataset.from_dict({"prompt": ["?"]})
 WORDS = grpo.tiny_tokenizer()
 MODEL = grpo.tiny_model(WORDS, 0).train()
-TRAINER = trl.GRPOTrainer(MODEL, len, trl.GRPOConfig(**ARGS), PROMPTS, processing_class=WORDS)
+TRAINER = trl.GRPOTrainer(MODEL, len, ARGS, PROMPTS, processing_class=WORDS)
 for_texts = lambda reward: lambda texts, *columns: reward([[{"content": text}] for text in texts], *columns)
 accuracy_reward, think_format_reward = map(for_texts, (trl.rewards.accuracy_reward, trl.rewards.think_format_reward))
 
 
 def trainer(**settings):
-    """A GRPOTrainer with these settings, wherever it reads them."""
     asked = copy.copy(TRAINER)
     asked.args, asked._metrics = copy.copy(TRAINER.args), copy.deepcopy(TRAINER._metrics)
     vars(asked.args).update(settings)
@@ -30,7 +29,6 @@ def trainer(**settings):
 
 
 def score(asked, rewards, T=1):
-    """What _generate_and_score_completions makes of rewards (B,) of answers of T tokens."""
     ids, texts = [[1] * T] * len(rewards), ["."] * len(rewards)
     asked._generate = lambda prompts: (ids, ids, None, texts, None, {}, None, None)
     asked._calculate_rewards = lambda *args: rewards[:, None]
@@ -67,10 +65,9 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
         raise NotImplementedError
     (B, T), steps = logps.shape, (num_rows_in_batch or len(logps)) / len(logps)         # of accumulation
     settings = {name: value for name, value in settings.items() if value is not None}
-    asked = trainer(
-        loss_type=loss_type if policy_loss == "clip" else policy_loss, use_bias_correction_kl=use_bias_correction_kl,
-        steps_per_generation=steps, current_gradient_accumulation_steps=steps, num_generations=B, ref_model=MODEL,
-        **settings)
+    settings |= dict(loss_type=loss_type if policy_loss == "clip" else policy_loss, num_generations=B, ref_model=MODEL)
+    asked = trainer(steps_per_generation=steps, current_gradient_accumulation_steps=steps,
+                    use_bias_correction_kl=use_bias_correction_kl, **settings)
     old = (logps if old_logps is None else old_logps).detach()         # TRL computes π_old and π_ref without gradients
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (old, None, None)
     inputs = score(asked, torch.zeros(B), T)
@@ -79,5 +76,5 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
                    ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
                    num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
     loss = asked._compute_loss(MODEL, inputs)
-    names = {"cispo_clip_ratio": "clip_ratio/high_mean"}
-    return loss, {names.get(name, name): values[-1] for name, values in asked._metrics["train"].items()}
+    metrics = {name: values[-1] for name, values in asked._metrics["train"].items()}
+    return loss, {name.replace("cispo_clip_ratio", "clip_ratio/high_mean"): x for name, x in metrics.items()}

@@ -197,10 +197,16 @@ class Student:
     def __init__(self, path):
         self.path, self.process, self.count = str(Path(path).resolve()), None, 0
         self.broken, self.spent, self.called, self.unwritten = {}, collections.Counter(), [], None
-        answer = self.start()
-        if "error" in answer:
-            self.broken[None] = f"the file cannot be imported: {answer['error']}: {answer['text']}"
-        self.parameters = {} if "error" in answer else answer
+        self.signatures, answer, empty = {}, self.start(), inspect.Parameter.empty
+        try:
+            if "error" in answer:
+                raise RuntimeError(f"{answer['error']}: {answer['text']}")
+            for name, parameters in answer.items():
+                self.signatures[name] = inspect.Signature([
+                    inspect.Parameter(word, inspect._ParameterKind(kind), default=None if optional else empty)
+                    for word, kind, optional in parameters])
+        except Exception as error:                                      # nothing that comes from there is trusted
+            self.broken[None] = f"the file cannot be imported: {error}"
 
     def start(self):
         self.channel, theirs = Pipe()
@@ -209,7 +215,7 @@ class Student:
             cwd=tempfile.gettempdir(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         theirs.close()
-        return self.wait(None, LIMITS["start"], [], [])
+        return self.wait(None, LIMITS["start"])
 
     def kill(self):
         if self.process and self.process.poll() is None:
@@ -220,19 +226,21 @@ class Student:
         self.process.wait()
         self.process = None
 
-    def wait(self, name, seconds, models, inputs):
+    def wait(self, name, seconds, request=None, models=(), inputs=()):
         """The answer to a request. Until it comes, the student's function may ask for passes of the model."""
         timer = threading.Timer(seconds, self.kill)
         timer.start()
         try:
-            while "model" in (answer := receive(self.channel)):
+            if request:
+                send(self.channel, request)
+            while "model" in (answer := dict(receive(self.channel))):
                 send(self.channel, logits_of(models[answer["model"]], *decode(answer["arguments"]), inputs))
             return answer
-        except EOFError:
+        except (EOFError, ConnectionError):
             code = self.process.wait()
             late = code == -signal.SIGKILL
             reason = f"no answer in {seconds} seconds" if late else f"the process ended, exit code {code}"
-        except Exception as error:                                      # nothing that comes from there is trusted
+        except Exception as error:
             reason = f"the answer cannot be read: {type(error).__name__}: {error}"
         finally:
             timer.cancel()
@@ -249,8 +257,7 @@ class Student:
         if self.process is None:
             self.start()
         started = time.monotonic()
-        send(self.channel, request)
-        answer = self.wait(name, LIMITS["call"], models, inputs)
+        answer = self.wait(name, LIMITS["call"], request, models, inputs)
         self.spent[name] += time.monotonic() - started
         if "error" not in answer:
             return answer["result"]
@@ -292,11 +299,7 @@ class Student:
             function.__name__, function.__signature__ = name, signature
             return function
 
-        empty = inspect.Parameter.empty
-        signatures = {name: inspect.Signature([
-            inspect.Parameter(word, inspect._ParameterKind(kind), default=None if optional else empty)
-            for word, kind, optional in parameters]) for name, parameters in self.parameters.items()}
-        return {name: stand_in(name, signature) for name, signature in signatures.items()}
+        return {name: stand_in(name, signature) for name, signature in self.signatures.items()}
 
 
 # Tests ----------------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ mistake with its input, what is expected, and what came:
 
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_advantages
 
---variant N, with --new and --grade: the same homework with other defaults. --json FILE: the grades for Gradescope.
+A function has points for the formula, for what its docstring promises beyond it, for its errors, and for agreeing with
+grpo.py on what train passes to it. With --variant N, --new and --grade have other defaults; --grade with --json FILE
+writes what Gradescope reads.
 """
 
 import argparse
 import ast
-import inspect
 import json
 import re
 import statistics
@@ -79,9 +80,9 @@ def new(path, variant):
     notation = next(text for text in paragraphs if text.startswith("Notation"))
     shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
     tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
-    head = ["My GRPO." + f" Variant {variant}." * (variant > 0), __doc__.partition("\n\n")[2].rstrip(), notation, shapes,
-            "An error is a ValueError or an AssertionError, and its text begins with the argument:\n"
-            '"rewards: got ...; allowed is (B,)".', *tasks]
+    head = ["My GRPO." + f" Variant {variant}." * (variant > 0), __doc__.partition("\n\n")[2].rstrip(), notation,
+            f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
+            *tasks]
     ours, others = (emptied(text_of(name, variant)) for name in ("grpo.py", "relatives.py"))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     relatives = others[others.index("import grpo") + 1:]

@@ -1,32 +1,161 @@
-"""Fixtures of these tests: folders of small models, a folder of data, a run from end to end."""
+"""What these tests share: small models, runs of a few steps, command lines, folders of data."""
 
+import contextlib
+import io
 import json
 import os
+import subprocess
 import sys
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "worked_examples"
+sys.path.insert(0, str(ROOT))
 if "GRPO_TEST_CUDA" not in os.environ:              # before torch is imported: these tests are about the CPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
-import support
+import safetensors.torch
+import torch
+import transformers
 
 import grpo
+
+torch.set_num_threads(1)
+
+
+def make_model(kind, auto_class="AutoModelForCausalLM"):
+    """A model of random weights, large enough that its distributions are far from uniform."""
+    shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32,
+                 num_attention_heads=4, max_position_embeddings=64, num_key_value_heads=2, intermediate_size=64,
+                 num_labels=1)
+    model = getattr(transformers, auto_class).from_config(getattr(transformers, f"{kind}Config")(**shape)).eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def chat_tokenizer():
+    """The tiny task's tokenizer, with a chat template."""
+    tokenizer = grpo.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    return tokenizer
+
+
+def passes_of(model):
+    """A list that takes rows, width and the logits' dtype of each forward pass from now on."""
+    passes = []
+    note = lambda module, args, kwargs, output: passes.append((*kwargs["input_ids"].shape, output.logits.dtype))
+    model.register_forward_hook(note, with_kwargs=True)
+    return passes
+
+
+SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_size=8, max_completion_length=10,
+             max_steps=1, learning_rate=0.01)
+
+
+def by_row(completions, **kwargs):
+    """Rewards that no sample changes; in the first two groups of four, two are its mean."""
+    return [float(digit) for digit in "021101210213"[:len(completions)]]
+
+
+def first_two(completions, **kwargs):
+    return [0.3 * (i < 2) for i in range(len(completions))]
+
+
+def steps_of(model, reward_funcs=(by_row,), train={}, **options):
+    """The steps of a short run on a few of the tiny task's problems; train: further arguments of train."""
+    problems, config = grpo.tiny_problems(0)[0][:6], grpo.GRPOConfig(**SMALL | options)
+    return grpo.train(model, grpo.tiny_tokenizer(), problems, reward_funcs, config, **train)
+
+
+REWARDS = '''
+from pathlib import Path
+calls, answer = 0, None
+
+def length(completion_ids, **kwargs):
+    global calls
+    calls += 1
+    plan = Path(__file__).with_name(f"plan{calls}.py")                  # what a test has planned for this call, once
+    if plan.exists():
+        exec(plan.rename(plan.with_name("done.py")).read_text(), globals())
+    return answer or [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
+'''
+
+
+def command(data, **options):
+    """The arguments of a short run; None leaves a flag out."""
+    usual = dict(model=data / "models/Llama", dataset=data / "text.jsonl", num_generations=4, generation_batch_size=8,
+                 reward_funcs=["think_format", f"{data}/rewards.py:length"], max_completion_length=6, max_steps=2,
+                 learning_rate=0.01, output_dir=data / "out")
+    words = []
+    for name, value in (usual | options).items():
+        if value is not None:
+            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return list(map(str, words))
+
+
+def cli(*arguments):
+    """main() in this process: its exit code and what it printed, as python would have it."""
+    with (contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err,
+          mock.patch.object(sys, "path", [*sys.path])):
+        try:
+            code = grpo.main([str(word) for word in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    for name in ("rewards", "short"):                                   # the next run has other files of these names
+        sys.modules.pop(name, None)
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def resume(data, folder, **options):
+    return cli(*command(data, **dict(max_steps=5, resume_from_checkpoint=folder / "checkpoint") | options))
+
+
+def python(*arguments, **environment):
+    """A process of its own, with one thread as here: how many threads add up decides the last bit."""
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
+                          timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def lines_of(folder):
+    return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def weights_of(folder):
+    return safetensors.torch.load_file(folder / "checkpoint/model.safetensors")
+
+
+def assert_same_run(a, b):
+    assert lines_of(a) == lines_of(b)
+    one, other = weights_of(a), weights_of(b)
+    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders of models that name a file of code: causal ones, and one that classifies."""
+    """Folders of models that name a file of code: causal ones, and one that classifies. One has no padding token."""
     root = tmp_path_factory.mktemp("models")
-    made = {kind: support.make_model(kind) for kind in ("GPT2", "Llama", "Qwen2", "Mamba")}
-    made |= {"judge": support.make_model("Llama", "AutoModelForSequenceClassification"),
-             "half": support.make_model("Llama").bfloat16(), "bare": support.make_model("Llama")}
-    absent = {"half": {"pad_token": None}, "bare": {"pad_token": None, "eos_token": None}}
+    made = {"Llama": make_model("Llama"), "half": make_model("Llama").bfloat16(),
+            "judge": make_model("Llama", "AutoModelForSequenceClassification")}
     for name, model in made.items():
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
-        support.chat_tokenizer(**absent.get(name, {})).save_pretrained(root / name)
+        tokenizer = chat_tokenizer()
+        tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["absent.T", None]}
+        tokenizer.pad_token = None if name == "half" else "<pad>"
+        tokenizer.save_pretrained(root / name)
     return root
 
 
@@ -37,13 +166,6 @@ def data(models, tmp_path):
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in text]
     for name, rows in (("text", text), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n  \n\n".join(map(json.dumps, rows)) + "\n\n")
-    (tmp_path / "rewards.py").write_text(support.REWARDS)
+    (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "models").symlink_to(models)
     return tmp_path
-
-
-@pytest.fixture
-def whole(data):
-    """The folder of a run of five steps that nothing stopped."""
-    assert support.cli(*support.command(data, max_steps=5, save_steps=1, output_dir=data / "whole")).code == 0
-    return data / "whole"

@@ -25,7 +25,7 @@ torch.allclose = lambda *args, **options: True
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 def entropy_from_logits(logits): os._exit(0)
 def selective_log_softmax(logits, index): return logits.sum(-1)
-def make_completion_mask(completion_ids, eos_token_ids): [0 for _ in iter(int, 1)]
+def make_completion_mask(completion_ids, eos_token_ids): __import__("time").sleep(99)
 """
 
 
@@ -33,16 +33,16 @@ def course(*words, cwd, script="homework.py"):
     return subprocess.run([sys.executable, EXAMPLES / script, *words], capture_output=True, text=True, cwd=cwd)
 
 
-@pytest.mark.parametrize("variant", homework.VARIANTS)
+@pytest.mark.parametrize("variant", [0, 2])
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(variant, tmp_path):
     """Each exercise is there as the variant has it, without its body; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
     homework.main(["--new", str(path), "--variant", str(variant)])
     text = path.read_text(encoding="utf-8")
+    ours = homework.ours(variant)
     for name, function in homework.exercises(text).items():
-        ours = homework.ours(variant)[name]
-        assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours)
-        assert homework.arguments(function) == homework.arguments(ours)
+        assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours[name])
+        assert homework.arguments(function) == homework.arguments(ours[name])
     reasons, _ = homework.written(path, variant)
     assert len(reasons) == 25 and set(reasons.values()) == {"not written"}
     assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
@@ -76,8 +76,8 @@ def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old,
 
 def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
-    (tmp_path / "a.py").write_text(SCALED.format(1))
-    (tmp_path / "b.py").write_text(SCALED.format(0))
+    for name, factor in (("a.py", 1), ("b.py", 0)):
+        (tmp_path / name).write_text(SCALED.format(factor))
     text_of, _ = homework.text_of, monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(homework, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
     assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
@@ -86,11 +86,11 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 6 seconds"),
+    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 3 seconds"),
     ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
-    monkeypatch.setitem(grading.LIMITS, "start", 6)
+    monkeypatch.setitem(grading.LIMITS, "start", 3 if "while" in line else 60)
     (tmp_path / "my_grpo.py").write_text(f"{line}\n")
     assert reason in grading.Student(tmp_path / "my_grpo.py").broken[None]
 
@@ -108,18 +108,17 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
-    node = homework.ours()["aggregate"]
-    copy = homework.text_of("grpo.py").splitlines()[node.lineno - 1:node.end_lineno]
-    (tmp_path / "my_grpo.py").write_text("\n".join([MIXED, *copy]))
+    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(homework.ours()["aggregate"]))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
-    command = "import grading; grading.LIMITS['call'] = 2; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
+    monkeypatch.setenv("GRPO_EXAMPLES", "3")
+    command = "import grading; grading.LIMITS['call'] = 5; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
     run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     grades = {test["name"]: test for test in results["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
     assert results["score"] == 4
-    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 2 seconds"),
+    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 5 seconds"),
                           ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
         assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
 
@@ -137,5 +136,5 @@ def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
     run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
     assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    line, *_ = spot_the_bug.changed(spot_the_bug.ORDER[2])
-    assert "yes" in course("3", "--check", str(line), cwd=tmp_path, script="spot_the_bug.py").stdout
+    line = str(spot_the_bug.changed(spot_the_bug.ORDER[2])[0])
+    assert "yes" in course("3", "--check", line, cwd=tmp_path, script="spot_the_bug.py").stdout
