@@ -7,7 +7,6 @@ import types
 import torch
 from torch.nn.functional import pad
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 from verl.utils.tensordict_utils import get_tensordict
 from verl.utils.torch_functional import entropy_from_logits, get_response_mask, logprobs_from_logits
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -15,10 +14,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-completion_mask, selective_log_softmax = get_response_mask, logprobs_from_logits
+make_completion_mask, selective_log_softmax = get_response_mask, logprobs_from_logits
 MODES = dict(grpo="seq-mean-token-mean", dr_grpo="seq-mean-token-sum-norm", dapo="token-mean", bnpo="token-mean")
 LOSSES = {"clip token": "vanilla", "clip sequence": "gspo", "cispo token": "cispo", "sapo token": "sapo"}
-METRICS = {"kl": "kl_loss", "entropy": "actor/entropy_loss", "clip_ratio/region_mean": "actor/pg_clipfrac"}
+METRICS = {"kl": "kl_loss", "clip_ratio/region_mean": "actor/pg_clipfrac"}
 leave_one_out_advantages = lambda rewards, num_generations: outcome("rloo", rewards, num_generations)
 gae_advantages = lambda r, V, m, *, gamma=1.0, lam=0.95: core_algos.compute_gae_advantage_return(r, V, m, gamma, lam)
 kl_estimate = lambda logps, ref_logps, *, estimator="k3": core_algos.kl_penalty(logps, ref_logps, estimator)
@@ -54,27 +53,23 @@ def aggregate(loss, mask, *, loss_type, max_completion_length=None, num_items_in
     return core_algos.agg_loss(loss, mask, MODES[loss_type], 1, tokens, num_rows_in_batch, max_completion_length)
 
 
-def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, entropies=None, sampling_logps=None,
-              beta=0.0, epsilon_low=0.2, epsilon_high=0.2, delta=3.0, loss_type="dapo", policy_loss="clip",
-              importance_sampling_level="token", kl_estimator="k3", sampling_cap=2.0, max_completion_length=None,
-              num_items_in_batch=None, num_rows_in_batch=None):
+def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, beta=0.0, epsilon_low=0.2,
+              epsilon_high=None, delta=None, loss_type="dapo", policy_loss="clip", importance_sampling_level="token",
+              max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None):
     mode = LOSSES.get(f"{policy_loss} {importance_sampling_level}")
     if mode is None or loss_type == "bnpo" or mode in ("gspo", "sapo") and loss_type != "grpo":
         raise NotImplementedError
-    high = epsilon_high - 1 if mode == "cispo" else epsilon_high        # of cispo grpo.py has the cap, verl the ε
+    high = epsilon_low if epsilon_high is None else epsilon_high - (mode == "cispo")     # there grpo.py has the cap
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=epsilon_low,
                              clip_ratio_high=high, policy_loss=PolicyLossConfig(loss_mode=mode), use_kl_loss=beta > 0,
-                             kl_loss_coef=beta, kl_loss_type=kl_estimator, loss_agg_mode=MODES[loss_type],
-                             loss_scale_factor=max_completion_length, clip_ratio_c=delta)
+                             kl_loss_coef=beta, kl_loss_type="k3", loss_agg_mode=MODES[loss_type],
+                             loss_scale_factor=max_completion_length, clip_ratio_c=delta or 3.0)
     old = (logps if old_logps is None else old_logps).detach()         # verl computes π_old and π_ref without gradients
     tensors = dict(prompts=torch.ones(len(logps), 1), responses=logps, attention_mask=pad(mask, (1, 0), value=1).long(),
                    response_mask=mask, old_log_probs=old, advantages=advantages.view(len(logps), -1).expand_as(logps))
     tensors |= {} if ref_logps is None else dict(ref_log_prob=ref_logps.detach())
-    if sampling_logps is not None:
-        tensors |= correct(old, sampling_logps, mask, "token", sampling_cap)[0].batch.to_dict()
     counts = dict(dp_size=1, batch_num_tokens=num_items_in_batch or mask.sum().item())
     counts["global_batch_size"] = num_rows_in_batch or len(mask)
     packed = lambda x: torch.cat([pad(row[m == 1], (0, 1)) for row, m in zip(x, mask)])
-    output = {name: packed(x) for name, x in (("log_probs", logps), ("entropy", entropies)) if x is not None}
-    loss, metrics = ppo_loss(config, output, get_tensordict(tensors, counts))
+    loss, metrics = ppo_loss(config, {"log_probs": packed(logps)}, get_tensordict(tensors, counts))
     return loss, {name: metrics[key].aggregate() for name, key in METRICS.items() if key in metrics}

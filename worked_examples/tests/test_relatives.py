@@ -99,7 +99,8 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
     """w = min(exp(log π_old - log π_sampler), cap): e^0.1 = 1.1052, and 2 for e² (page 8); no gradient flows into it"""
     w = lambda x, y: relatives.truncated_importance_ratio(x, y, **options)
     expect(w(f64(old), f64(sampled)), min(math.exp(old - sampled), options.get("cap", 2.0)))
-    expect(slope(lambda x: w(x, f64(sampled)), f64(old)) + slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
+    expect(slope(lambda x: w(x, f64(sampled)), f64(old)), 0.0)
+    expect(slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
 
 
 @options(dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
