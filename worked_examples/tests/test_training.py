@@ -1,5 +1,6 @@
 """What a run of grpo.py promises (§9-§11): a test's name is a promise, its docstring says it."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -514,16 +515,20 @@ class Pretend(TorchDispatchMode):
     __torch_dispatch__ = lambda self, *call: There.__torch_dispatch__(*call)
 
 
-def test_a_run_on_another_device_is_the_run_on_the_cpu(request):
+@pytest.mark.parametrize("kind, more", [
+    ("Llama", dict(scale_rewards="batch")), ("GPT2", dict(importance_sampling_level="sequence", loss_type="grpo")),
+    ("Qwen2", dict(policy_loss="cispo", use_bias_correction_kl=True, delta=2.0))])
+def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
     """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
-    options = SMALL | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7, num_iterations=2,
-                           mask_truncated_completions=True, scale_rewards="batch", per_device_train_batch_size=3)
+    options = SMALL | more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7, max_completion_length=5,
+                                  num_iterations=2, mask_truncated_completions=True, per_device_train_batch_size=3)
     request.addfinalizer(lambda: torch._C._set_only_lift_cpu_tensors(False))
     torch._C._set_only_lift_cpu_tensors(True)
     found = {"cpu": [], "pretend": []}
-    with Pretend():
-        for device, lines in found.items():
-            policy, saved = make_model("Llama").to(device), None
+    for device, lines in found.items():
+        with Pretend() if device == "pretend" else contextlib.nullcontext():
+            policy, saved = make_model(kind).double().to(device), None
+            policy.tie_weights()                                        # moving to this device has parted them
             for last in (2, 3):                                         # the third step goes on from a checkpoint
                 options["max_steps"] = last
                 state = grpo.initial_state(policy, grpo.GRPOConfig(**options), saved)
@@ -532,8 +537,11 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(request):
                 saved = {"step": state.step, "optimizer": state.optimizer.state_dict(),
                          "reference": state.reference.state_dict()}
                 saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, saved)
-        with pytest.raises(RuntimeError, match="two devices"):
-            policy.lm_head.weight + torch.ones(32)
+            problems = grpo.tiny_problems(0)[0][:4]
+            grpo.cold_start(policy, grpo.tiny_tokenizer(), problems, 0, steps=1)
+            lines.append({"accuracy": grpo.held_out_accuracy(policy, grpo.tiny_tokenizer(), problems)})
+    with pytest.raises(RuntimeError, match="two devices"):
+        policy.lm_head.weight + torch.ones(32)
     assert found["cpu"] == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in found["pretend"]]
 
 
