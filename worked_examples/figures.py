@@ -449,14 +449,14 @@ def runs():
 
 def group(argv=()):
     """pictures/group.html: explain.py's page, and its first fork over a whole run of the demo from the same weights."""
-    _, options, config = explain.parse(list(argv))
+    own, options, config = explain.parse(["--html", str(PICTURES / "group.html"), *argv])
     policy, tokenizer, dataset, reward_funcs = explain.load(options, config)
     weights = copy.deepcopy(policy.state_dict())
     seen = explain.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, explain.forgets_the_carry)
     data = explain.group_data(seen, tokenizer, config)
     policy.load_state_dict(weights)
     data["whole_run"] = whole_run(seen, policy, tokenizer, dataset, reward_funcs)
-    (PICTURES / "group.html").write_text(explain.page(data), encoding="utf-8")
+    Path(own.html).write_text(explain.page(data), encoding="utf-8")
 
 
 def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
