@@ -3,8 +3,8 @@
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
 It takes grpo.py's flags. Without any, the tiny model answers after its cold start, and some answers forget the carry;
-of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all: each)
-after one update on this group. --html: the group as a tree, before and after each of ten updates with DAPO's clip range.
+of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all: each),
+after one update on this group. --html: the group as a tree, before and after each of ten updates (clip: DAPO's range).
 """
 
 import argparse
