@@ -80,8 +80,9 @@ def label_ends(axis, x, ends):
     low, high = axis.get_ylim()
     gap, ends = 0.075 * (high - low), sorted(ends)
     places = [y for y, _, _ in ends]
-    for k in range(1, len(places)):
-        places[k] = max(places[k], places[k - 1] + gap)
+    for k in 100 * list(range(1, len(places))):                         # neighbours push each other apart
+        push = max(0, gap - (places[k] - places[k - 1])) / 2
+        places[k - 1], places[k] = places[k - 1] - push, places[k] + push
     over = max(0, places[-1] - high)
     for y, (_, label, colour) in zip(places, ends):
         axis.annotate(label, (x, y - over), (4, 0), textcoords="offset points", color=colour, va="center", size=9,
@@ -183,7 +184,7 @@ def learning_curves(theme):
 # The pages ------------------------------------------------------------------------------------------------------------
 
 def one_page(theme):
-    """Page 0: four answers to 7+5=, and one gradient step on the logits of three words."""
+    """Page 0: four answers to 7+5=, and one update of the logits of three words."""
     words, samples, scores = ["12", "11", "13"], [0, 1, 0, 2], torch.tensor([1.0, 0.0, 1.0, 0.0])
     advantages = scores - scores.mean()
     logits = torch.zeros(3, requires_grad=True)
@@ -211,12 +212,12 @@ def one_page(theme):
         right.text(k + 0.2, 100 * after[k] + 1, f"{100 * after[k]:.0f}%", ha="center", color=colour, weight="bold")
     right.set(xticks=range(3), xticklabels=words, yticks=[], ylim=(0, 52))
     right.spines["left"].set_visible(False)
-    right.set_title("One gradient step: before, after")
+    right.set_title("One update: before, after")
     return figure
 
 
 def loss_and_learning(theme):
-    """Page 2: the loss is 0 at each new sample, the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
+    """Page 2: the loss is 0 at new answers, the policy learns (two words, μ = 4, gradient descent at rate 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -232,7 +233,7 @@ def loss_and_learning(theme):
     for axis, values, colour in (first, losses, theme.orange), (second, right, theme.blue):
         axis.plot(range(1, 41), values, ".-", color=colour, lw=1.2, ms=4)
         axis.plot([k + 1 for k in new], [values[k] for k in new], "o", mfc=theme.paper, mec=colour, mew=1.5, ms=6)
-        axis.set(xlabel="update (○ new samples)")
+        axis.set(xlabel="update (○ new answers)")
     first.set(ylabel="loss", ylim=(-0.25, 0.05))
     first.set_title("Loss: 0 at ○, its gradient is not")
     second.set(ylabel="π(right word) in %", ylim=(0, 105))
@@ -253,6 +254,7 @@ def clipping(theme):
         if A < 0:
             axis.plot(ratio[0], bounded, "--", color=theme.orange, lw=2.5)
         axis.plot([1], [-A], "o", color=theme.ink, ms=5)
+        axis.text(1.12, -A, "ρ = 1:\non-policy", size=8.5, va="top" if A < 0 else "bottom")
         axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token", xlim=(0, 3.6))
     axes[0].set_title("A = +1: above 1.2 no gradient")
     axes[0].set(ylim=(-3.7, 0.2), yticks=[0, -1, -2, -3])
@@ -261,7 +263,7 @@ def clipping(theme):
     axes[1].set_title("A = −1: below 0.8 no gradient")
     axes[1].set(ylim=(-0.2, 3.7), yticks=[0, 1, 2, 3])
     axes[1].text(0.1, 0.9, "clipped", color=theme.blue, va="bottom")
-    axes[1].text(2.75, 3.0, "no bound", color=theme.blue, ha="right")
+    axes[1].text(2.65, 3.1, "not clipped: grows\nwithout limit", color=theme.blue, ha="right", va="center")
     axes[1].text(2.6, 1.85, "with δ = 2", color=theme.orange, va="top")
     return figure
 
@@ -297,7 +299,7 @@ def kl_estimators(theme):
 
 
 def length_bias(theme):
-    """Page 4: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
+    """Page 4: the weight of a token, and of its whole answer, when it has n tokens and three others have 50."""
     def weight(loss_type, n):                                           # of a token: the gradient of the aggregate
         mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
         token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
@@ -319,7 +321,7 @@ def length_bias(theme):
             axes[k].plot(lengths, y, line, color=colour, lw=2.2)
             ends[k].append((y[-1], name, colour))
     axes[0].set_title("Token: grpo divides by n")
-    axes[0].set(ylim=(0, 0.02), ylabel="weight of one token")
+    axes[0].set(ylim=(0, 0.0125), ylabel="weight of one token")
     axes[1].set_title("Answer: equal under grpo")
     axes[1].set(ylim=(0, 0.5), ylabel="weight of all its tokens")
     for axis, labels in zip(axes, ends):
