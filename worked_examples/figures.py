@@ -11,6 +11,7 @@ table on reading_a_run.md. (Another processor adds in another order, and its fig
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -116,49 +117,46 @@ def method_in_one_picture(theme):
     left.set(xlim=(0, 100), ylim=(14.1, 0))
     left.axis("off")
     bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
-    number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
     small = dict(size=8.3, va="center", color=theme.grey)
-    left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
-    left.text(0, 1.7, "chosen: a group with both kinds of answer", **small)
-    left.text(54, 1.7, "reward = form + right sum", **small)
+    G, winners, chance = len(data["answers"]), sum(A > 0 for A in data["advantages"]), run["probabilities"][0][0]
+    luck = math.comb(G, winners) * chance**winners * (1 - chance) ** (G - winners)
+    left.text(0, 0.7, f"1  GRPO asks {data['prompt']} {G} times, rewards each answer", **bold)
+    chosen = f"chosen: at {100 * chance:.1f}%, 1 group in {round(1 / luck, -1):.0f} has {winners} right"
+    left.text(0, 1.7, chosen, **small)
+    left.text(54, 1.7, "reward = format + right", **small)
     left.text(85.5, 1.7, "advantage A", **small)
     answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
     shared = [shared_beginning(tokens, answers) for tokens in answers]
     best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared[i]))
-    mono = dict(family="monospace", size=10.5, va="center")
     for row, i in enumerate(best_first):
         y, A = 2.8 + 0.95 * row, data["advantages"][i]
         colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
-        before, here, after = answers[i][:shared[i]], answers[i][shared[i]], answers[i][shared[i] + 1:]
-        x, width = 0.0, 1.6                                             # of a character, in hundredths of the panel
-        for text, style in (("".join(before), dict(color=theme.grey)), (here, dict(color=theme.paper, weight="bold")),
-                            ("".join(after), dict(color=colour))):
-            if text == here:
-                left.add_patch(plt.Rectangle((x - 0.15, y - 0.42), width * len(text) + 0.3, 0.84, color=colour, lw=0))
-            for k, character in enumerate(text):
-                left.text(x + width * (k + 0.5), y, character, ha="center", **mono, **style)
-            x += width * len(text)
+        fork, width = sum(map(len, answers[i][:shared[i]])), 1.6        # of a character, in hundredths of the panel
+        left.add_patch(plt.Rectangle((width * fork - 0.15, y - 0.42), width + 0.3, 0.84, color=colour, lw=0))
+        for k, character in enumerate("".join(answers[i])):
+            style = dict(color=theme.paper, weight="bold") if k == fork else dict(color=theme.grey)
+            left.text(width * (k + 0.5), y, character, ha="center", va="center", family="monospace", size=10.5, **style)
         form, sum_right = (data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward"))
         reward = f"{data['rewards'][i]:g} = {form:g} + {sum_right:g}"
         left.text(54, y, reward, size=9.5, va="center", color=colour)
         left.text(85.5, y, f"{sign} {A:+.2f}".replace("-", "−"), size=9.5, va="center", color=colour)
-    left.text(0, 11.4, "2  Push the tokens of each answer up (▲) or down (▼) by A", **bold)
+    left.text(0, 11.4, "2  Push each token’s log-probability by A (▲ or ▼)", **bold)
     best = max(data["rewards"])
     example = f"({best:g} − {data['mean']:g}) / {data['std']:.2f} = {max(data['advantages']):.2f}"
-    meanings = ("Where answers agree (grey), pushes cancel; where they differ, probability moves.",
+    meanings = ("Before the fork (box) pushes cancel; after it, the model is sure. Probability moves at the fork.",
                 f"A = (reward − mean) / standard deviation (with n − 1): {example}")
     for line, meaning in enumerate(meanings):
         left.text(0, 12.4 + 0.9 * line, meaning, **small | {"color": theme.ink})
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
-    for k, (colour, y, verdict) in enumerate(((theme.blue, 80, "right"), (theme.orange, 20, "wrong"))):
+    for k, (colour, y, verdict) in enumerate(((theme.blue, 80, "carry, right"), (theme.orange, 20, "no carry, wrong"))):
         first, last = (f"{p:.1f}%" if p >= 0.1 else "< 0.1%" for p in probabilities[[0, -1], k])
         right.plot(probabilities[:, k], color=colour, lw=2.5)
         text = f"{run['words'][k]} ({verdict}):\n{first} → {last}"
         right.text(0.98 * steps, y, text, color=colour, ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
-              xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
-    figure.text(0.705, 0.944, "3  Repeat: probability moves", **bold | {"size": 10.5})
+              xticks=[0, steps // 2, steps], xlabel="step (16 questions × 8)")
+    figure.text(0.705, 0.944, "3  Repeat: the carry wins", **bold | {"size": 10.5})
     figure.text(0.705, 0.865, f"next token after {''.join(prefix[1:])}", size=9, va="center", color=theme.grey)
     return figure
 
@@ -451,14 +449,14 @@ def runs():
 
 def group(argv=()):
     """pictures/group.html: explain.py's page, and its first fork over a whole run of the demo from the same weights."""
-    _, options, config = explain.parse(list(argv))
+    own, options, config = explain.parse(["--html", str(PICTURES / "group.html"), *argv])
     policy, tokenizer, dataset, reward_funcs = explain.load(options, config)
     weights = copy.deepcopy(policy.state_dict())
     seen = explain.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, explain.forgets_the_carry)
     data = explain.group_data(seen, tokenizer, config)
     policy.load_state_dict(weights)
     data["whole_run"] = whole_run(seen, policy, tokenizer, dataset, reward_funcs)
-    (PICTURES / "group.html").write_text(explain.page(data), encoding="utf-8")
+    Path(own.html).write_text(explain.page(data), encoding="utf-8")
 
 
 def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
