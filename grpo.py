@@ -29,10 +29,10 @@ The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β 
 With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
 gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
 
-The Args of a docstring leave out what the table tells. A mask may be bool, integer or float; values at
-padding, even NaN, affect no value and no gradient. A wrong shape or an unknown word is an error that names
-the argument. Left out on purpose: inference servers, LoRA, images, tools, value networks, more than one GPU,
-and top-k or top-p sampling, whose log-probs per_token_logps would not give.
+The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
+padding positions, even NaN, affect no result and no gradient. A wrong shape or an unknown word is an error
+that names the argument. Left out on purpose: inference servers, LoRA, images, tools, value networks, more
+than one GPU, and top-k or top-p sampling, whose log-probs per_token_logps would not give.
 """
 
 import copy
@@ -655,7 +655,7 @@ def compute_rewards(reward_funcs, rollout):
 
 
 def microbatches(advantages, rollout, config):
-    """The mask of the loss (B, T); and the indices of the rows that learn, in parts of one pass each.
+    """The loss mask (B, T); and the indices of the rows that learn, split into passes.
 
     A row without a token in the mask or, at β = 0, with no advantage but 0 has the gradient 0. It is skipped
     (no forward, no backward pass). It still counts in B, and its tokens in the mask in N (see aggregate).

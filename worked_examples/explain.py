@@ -2,9 +2,9 @@
 
     python worked_examples/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
-It takes grpo.py's flags. Without any, the tiny model answers a question after its cold start, and some answers forget
-the carry; of another model it is the first group whose rewards differ. The table shows the best and the worst answer
-(--all: each) after one update on this group; --html the whole group as a tree, before and after each of ten updates.
+It takes grpo.py's flags. Without any, the tiny model answers after its cold start, and some answers forget the carry;
+of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all: each),
+after one update on this group. --html: the group as a tree, before and after each of ten updates (clip: DAPO's range).
 """
 
 import argparse
@@ -26,10 +26,12 @@ def parse(argv):
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
-    argv = [*"--model tiny --num_iterations 10 --lr_scheduler_type constant --warmup_steps 0".split(), *argv]
+    argv = [*f"--model tiny --num_iterations {10 if own.html else 1} --lr_scheduler_type constant".split(), *argv]
     config, options = grpo.parse_options(argv)
     if options.model == "tiny":                                         # on one group, the demo's rate is too high
         config, options = grpo.parse_options(["--learning_rate", "3e-5", *argv])
+    if own.html and (config.loss_type, config.policy_loss, config.epsilon_high) == ("dapo", "clip", None):
+        config = replace(config, epsilon_high=grpo.PRESETS["dapo"]["epsilon_high"])     # as the page's row has it
     return own, options, config
 
 
@@ -140,12 +142,12 @@ def group_data(seen, tokenizer, config):
         word = tokenizer.decode([token])                                # parts of a character may have one text
         text[token] = word if word not in text.values() else f"{word}[{token}]"
 
-    plain = replace(config, beta=0.0, loss_type="grpo", policy_loss="clip", importance_sampling_level="token")
+    plain = grpo.GRPOConfig(loss_type="grpo", max_completion_length=config.max_completion_length)
     methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
                for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")}
     return {
         "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
-        "rewards": numbers(seen.rewards), "mean": seen.mean, "std": seen.std,
+        "rewards": numbers(seen.rewards), "mean": seen.mean, "std": seen.std, "counts": seen.mask.sum(1).tolist(),
         "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
                      "tokens": [text[token] for token in ids]} for ids in seen.answers],
@@ -154,7 +156,6 @@ def group_data(seen, tokenizer, config):
                     for name, options in methods.items()},
         "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
                    "probabilities": probabilities} for beginning, words, probabilities in forks],
-        "counts": seen.mask.sum(1).tolist(),                            # of each answer's tokens in the loss
         "rewards_per_func": {name: numbers(column) for name, column in seen.parts.items()},
         "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
 
@@ -183,7 +184,6 @@ def show(seen, i, tokenizer, config):
 
 def main(argv):
     own, options, config = parse(argv)
-    config = config if own.html else replace(config, num_iterations=1)  # the table shows the first update
     policy, tokenizer, dataset, reward_funcs = load(options, config)
     score = {"score": forgets_the_carry} if options.model == "tiny" else {}
     seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, **score)

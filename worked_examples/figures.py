@@ -11,6 +11,7 @@ table on reading_a_run.md. (Another processor adds in another order, and its fig
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -79,8 +80,9 @@ def label_ends(axis, x, ends):
     low, high = axis.get_ylim()
     gap, ends = 0.075 * (high - low), sorted(ends)
     places = [y for y, _, _ in ends]
-    for k in range(1, len(places)):
-        places[k] = max(places[k], places[k - 1] + gap)
+    for k in 100 * list(range(1, len(places))):                         # neighbours push each other apart
+        push = max(0, gap - (places[k] - places[k - 1])) / 2
+        places[k - 1], places[k] = places[k - 1] - push, places[k] + push
     over = max(0, places[-1] - high)
     for y, (_, label, colour) in zip(places, ends):
         axis.annotate(label, (x, y - over), (4, 0), textcoords="offset points", color=colour, va="center", size=9,
@@ -115,49 +117,46 @@ def method_in_one_picture(theme):
     left.set(xlim=(0, 100), ylim=(14.1, 0))
     left.axis("off")
     bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
-    number = {8: "eight", 4: "four"}.get(len(data["answers"]), str(len(data["answers"])))
     small = dict(size=8.3, va="center", color=theme.grey)
-    left.text(0, 0.7, f"1  Ask {data['prompt']} {number} times, reward each answer", **bold)
-    left.text(0, 1.7, "chosen: a group with both kinds of answer", **small)
-    left.text(54, 1.7, "reward = form + right sum", **small)
+    G, winners, chance = len(data["answers"]), sum(A > 0 for A in data["advantages"]), run["probabilities"][0][0]
+    luck = math.comb(G, winners) * chance**winners * (1 - chance) ** (G - winners)
+    left.text(0, 0.7, f"1  GRPO asks {data['prompt']} {G} times, rewards each answer", **bold)
+    chosen = f"chosen: at {100 * chance:.1f}%, 1 group in {round(1 / luck, -1):.0f} has {winners} right"
+    left.text(0, 1.7, chosen, **small)
+    left.text(54, 1.7, "reward = format + right", **small)
     left.text(85.5, 1.7, "advantage A", **small)
     answers = [[token for token in answer["tokens"] if token != "<eos>"] for answer in data["answers"]]
     shared = [shared_beginning(tokens, answers) for tokens in answers]
     best_first = sorted(range(len(answers)), key=lambda i: (-data["rewards"][i], -shared[i]))
-    mono = dict(family="monospace", size=10.5, va="center")
     for row, i in enumerate(best_first):
         y, A = 2.8 + 0.95 * row, data["advantages"][i]
         colour, sign = (theme.blue, "▲") if A > 0 else (theme.orange, "▼")
-        before, here, after = answers[i][:shared[i]], answers[i][shared[i]], answers[i][shared[i] + 1:]
-        x, width = 0.0, 1.6                                             # of a character, in hundredths of the panel
-        for text, style in (("".join(before), dict(color=theme.grey)), (here, dict(color=theme.paper, weight="bold")),
-                            ("".join(after), dict(color=colour))):
-            if text == here:
-                left.add_patch(plt.Rectangle((x - 0.15, y - 0.42), width * len(text) + 0.3, 0.84, color=colour, lw=0))
-            for k, character in enumerate(text):
-                left.text(x + width * (k + 0.5), y, character, ha="center", **mono, **style)
-            x += width * len(text)
+        fork, width = sum(map(len, answers[i][:shared[i]])), 1.6        # of a character, in hundredths of the panel
+        left.add_patch(plt.Rectangle((width * fork - 0.15, y - 0.42), width + 0.3, 0.84, color=colour, lw=0))
+        for k, character in enumerate("".join(answers[i])):
+            style = dict(color=theme.paper, weight="bold") if k == fork else dict(color=theme.grey)
+            left.text(width * (k + 0.5), y, character, ha="center", va="center", family="monospace", size=10.5, **style)
         form, sum_right = (data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward"))
         reward = f"{data['rewards'][i]:g} = {form:g} + {sum_right:g}"
         left.text(54, y, reward, size=9.5, va="center", color=colour)
         left.text(85.5, y, f"{sign} {A:+.2f}".replace("-", "−"), size=9.5, va="center", color=colour)
-    left.text(0, 11.4, "2  Push the tokens of each answer up (▲) or down (▼) by A", **bold)
+    left.text(0, 11.4, "2  Push each token’s log-probability by A (▲ or ▼)", **bold)
     best = max(data["rewards"])
     example = f"({best:g} − {data['mean']:g}) / {data['std']:.2f} = {max(data['advantages']):.2f}"
-    meanings = ("Where answers agree (grey), pushes cancel; where they differ, probability moves.",
+    meanings = ("Before the fork (box) pushes cancel; after it, the model is sure. Probability moves at the fork.",
                 f"A = (reward − mean) / standard deviation (with n − 1): {example}")
     for line, meaning in enumerate(meanings):
         left.text(0, 12.4 + 0.9 * line, meaning, **small | {"color": theme.ink})
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
-    for k, (colour, y, verdict) in enumerate(((theme.blue, 80, "right"), (theme.orange, 20, "wrong"))):
+    for k, (colour, y, verdict) in enumerate(((theme.blue, 80, "carry, right"), (theme.orange, 20, "no carry, wrong"))):
         first, last = (f"{p:.1f}%" if p >= 0.1 else "< 0.1%" for p in probabilities[[0, -1], k])
         right.plot(probabilities[:, k], color=colour, lw=2.5)
         text = f"{run['words'][k]} ({verdict}):\n{first} → {last}"
         right.text(0.98 * steps, y, text, color=colour, ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
-              xticks=[0, steps // 2, steps], xlabel="step (16 questions each)")
-    figure.text(0.705, 0.944, "3  Repeat: probability moves", **bold | {"size": 10.5})
+              xticks=[0, steps // 2, steps], xlabel="step (16 questions × 8)")
+    figure.text(0.705, 0.944, "3  Repeat: the carry wins", **bold | {"size": 10.5})
     figure.text(0.705, 0.865, f"next token after {''.join(prefix[1:])}", size=9, va="center", color=theme.grey)
     return figure
 
@@ -185,7 +184,7 @@ def learning_curves(theme):
 # The pages ------------------------------------------------------------------------------------------------------------
 
 def one_page(theme):
-    """Page 0: four answers to 7+5=, and one gradient step on the logits of three words."""
+    """Page 0: four answers to 7+5=, and one update of the logits of three words."""
     words, samples, scores = ["12", "11", "13"], [0, 1, 0, 2], torch.tensor([1.0, 0.0, 1.0, 0.0])
     advantages = scores - scores.mean()
     logits = torch.zeros(3, requires_grad=True)
@@ -213,12 +212,12 @@ def one_page(theme):
         right.text(k + 0.2, 100 * after[k] + 1, f"{100 * after[k]:.0f}%", ha="center", color=colour, weight="bold")
     right.set(xticks=range(3), xticklabels=words, yticks=[], ylim=(0, 52))
     right.spines["left"].set_visible(False)
-    right.set_title("One gradient step: before, after")
+    right.set_title("One update: before, after")
     return figure
 
 
 def loss_and_learning(theme):
-    """Page 2: the loss is 0 at each new sample, the policy learns (two words, μ = 4, gradient descent, step 0.2)."""
+    """Page 2: the loss is 0 at new answers, the policy learns (two words, μ = 4, gradient descent at rate 0.2)."""
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     words, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
     theta, losses, right = torch.zeros(2, dtype=torch.float64, requires_grad=True), [], []
@@ -234,7 +233,7 @@ def loss_and_learning(theme):
     for axis, values, colour in (first, losses, theme.orange), (second, right, theme.blue):
         axis.plot(range(1, 41), values, ".-", color=colour, lw=1.2, ms=4)
         axis.plot([k + 1 for k in new], [values[k] for k in new], "o", mfc=theme.paper, mec=colour, mew=1.5, ms=6)
-        axis.set(xlabel="update (○ new samples)")
+        axis.set(xlabel="update (○ new answers)")
     first.set(ylabel="loss", ylim=(-0.25, 0.05))
     first.set_title("Loss: 0 at ○, its gradient is not")
     second.set(ylabel="π(right word) in %", ylim=(0, 105))
@@ -255,6 +254,7 @@ def clipping(theme):
         if A < 0:
             axis.plot(ratio[0], bounded, "--", color=theme.orange, lw=2.5)
         axis.plot([1], [-A], "o", color=theme.ink, ms=5)
+        axis.text(1.12, -A, "ρ = 1:\non-policy", size=8.5, va="top" if A < 0 else "bottom")
         axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token", xlim=(0, 3.6))
     axes[0].set_title("A = +1: above 1.2 no gradient")
     axes[0].set(ylim=(-3.7, 0.2), yticks=[0, -1, -2, -3])
@@ -263,7 +263,7 @@ def clipping(theme):
     axes[1].set_title("A = −1: below 0.8 no gradient")
     axes[1].set(ylim=(-0.2, 3.7), yticks=[0, 1, 2, 3])
     axes[1].text(0.1, 0.9, "clipped", color=theme.blue, va="bottom")
-    axes[1].text(2.75, 3.0, "no bound", color=theme.blue, ha="right")
+    axes[1].text(2.65, 3.1, "not clipped: grows\nwithout limit", color=theme.blue, ha="right", va="center")
     axes[1].text(2.6, 1.85, "with δ = 2", color=theme.orange, va="top")
     return figure
 
@@ -299,7 +299,7 @@ def kl_estimators(theme):
 
 
 def length_bias(theme):
-    """Page 4: what a token, and a whole answer, weighs when the answer has n tokens and stands beside three of 50."""
+    """Page 4: the weight of a token, and of its whole answer, when it has n tokens and three others have 50."""
     def weight(loss_type, n):                                           # of a token: the gradient of the aggregate
         mask = (torch.arange(100) < torch.tensor([[n], [50], [50], [50]])).long()
         token_loss = torch.zeros(4, 100, dtype=torch.float64, requires_grad=True)
@@ -321,7 +321,7 @@ def length_bias(theme):
             axes[k].plot(lengths, y, line, color=colour, lw=2.2)
             ends[k].append((y[-1], name, colour))
     axes[0].set_title("Token: grpo divides by n")
-    axes[0].set(ylim=(0, 0.02), ylabel="weight of one token")
+    axes[0].set(ylim=(0, 0.0125), ylabel="weight of one token")
     axes[1].set_title("Answer: equal under grpo")
     axes[1].set(ylim=(0, 0.5), ylabel="weight of all its tokens")
     for axis, labels in zip(axes, ends):
@@ -449,14 +449,14 @@ def runs():
 
 def group(argv=()):
     """pictures/group.html: explain.py's page, and its first fork over a whole run of the demo from the same weights."""
-    _, options, config = explain.parse(list(argv))
+    own, options, config = explain.parse(["--html", str(PICTURES / "group.html"), *argv])
     policy, tokenizer, dataset, reward_funcs = explain.load(options, config)
     weights = copy.deepcopy(policy.state_dict())
     seen = explain.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, explain.forgets_the_carry)
     data = explain.group_data(seen, tokenizer, config)
     policy.load_state_dict(weights)
     data["whole_run"] = whole_run(seen, policy, tokenizer, dataset, reward_funcs)
-    (PICTURES / "group.html").write_text(explain.page(data), encoding="utf-8")
+    Path(own.html).write_text(explain.page(data), encoding="utf-8")
 
 
 def whole_run(seen, policy, tokenizer, dataset, reward_funcs):

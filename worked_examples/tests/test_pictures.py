@@ -112,6 +112,8 @@ def test_explain_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, 
     explain.main(["--html", str(tmp_path / "group.html"), *flags])
     held = json.loads(re.search(r'id="group">(.*)</script>', (tmp_path / "group.html").read_text())[1])
     assert capsys.readouterr().out.count("\nanswer ") == 4
+    ranges = [explain.parse(["--html", "a.html", *more])[2].epsilon_high for more in ([], ["--policy_loss", "cispo"])]
+    assert ranges == [0.28, None]                                       # DAPO's own, and cispo's cap
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0] != held["updates"][10]
 
 
@@ -163,7 +165,8 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
     browser, find = show(data := small_group()[-1])
     find("#update")[0].send_keys("\ue010")                              # End: the last update
     for name in "gspo", "grpo":
-        find(f"[name=method][value={name}]")[0].click()
+        find("#method")[0].send_keys(name)
+        assert find(f"[value={name}]")[0].is_selected()                 # the table's button follows
         for cell in find(".cell")[::4]:
             cell.click()
             assert find(".cell[aria-pressed=true]") == find(".cell[tabindex='0']") == [cell]
@@ -171,6 +174,12 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
             moved = [new - old for new, old in zip(data["updates"][4][i], data["old_logps"][i])]
             log_ratio = statistics.mean(moved) if name == "gspo" else moved[t]      # with gspo, of the answer
             assert float(why.split("\n")[0].split()[-1]) == pytest.approx(math.exp(log_ratio), abs=6e-5)
+    assert not find("#step")[0].is_enabled()                            # no further update: play begins anew
+    labels = []
+    for _ in range(2):
+        find("#play")[0].click()
+        labels.append(find("#play")[0].text)
+    assert [label[2:].strip() for label in labels] == ["pause", "play"] and find("#step")[0].is_enabled()
     find(".cell")[0].click()
     visited = []
     for key in "\ue014\ue014\ue012\ue015\ue013":                        # right, right, left, down, up
@@ -208,8 +217,9 @@ def test_the_committed_pictures_and_page_are_those_of_the_code_and_keep_their_bo
     monkeypatch.setattr(figures, "save", lambda figure, name: (drawn.append(name), figures.plt.close(figure)))
     figures.draw_all()
     assert sorted(drawn) == sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
-    page = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8")
-    assert page == explain.page(figures.group_of_the_page()) and len(page.encode()) <= 400_000 and "://" not in page
+    page, data = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8"), figures.group_of_the_page()
+    assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
+    assert page == explain.page(data) and len(page.encode()) <= 400_000 and "://" not in page
     for name, lines in ("explain.py", 200), ("group_page.html", 280):
         text = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
         assert len(text) <= lines and max(map(len, text)) <= 120
