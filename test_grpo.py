@@ -1207,10 +1207,10 @@ class FileUnderTest:
             error.add_note("\n    ".join([*the_law()[1:], f"got       {type(error).__name__} from {name}"]))
             raise
 
-    def called_by(self, function):
-        names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
-        called = {name for name in names if inspect.isfunction(getattr(self.module, name, None))}
-        return called.union(*[self.called_by(getattr(self.module, name)) for name in called])
+    def called_by(self, function, known=frozenset()):
+        names = function.__code__.co_names if inspect.isfunction(function) else ()
+        new = {name for name in names if inspect.isfunction(getattr(self.module, name, None))} - known
+        return known.union(new, *[self.called_by(getattr(self.module, name), known | new) for name in new])
 
 
 grpo = FileUnderTest(STUDENTS or HERE / "grpo.py")
