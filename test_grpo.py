@@ -1,18 +1,18 @@
 """The specification of grpo.py's maths, §1-§8.
 
-A test's name is a sentence about a function, its docstring the law. Each function has worked numbers (a page of
+A test's name is a sentence about a function, its docstring the law. Most functions have worked numbers (a page of
 worked_examples/ does them by hand), an oracle (the definition once more in pure Python, on lists that know no padding),
 laws (true for any numbers at all: Hypothesis looks for the smallest numbers that break one), and @beyond("..."): what
-the formula leaves open. Then come padding, shapes and errors of all functions, the file as text, last the plumbing.
+the formula leaves open. Then come padding, shapes and errors of all functions, the file as text, last the plumbing:
+`grpo`, which is the file under test, and `expect(got, want)`, which compares and says what differs.
 
     pytest test_grpo.py                                      all of grpo.py; -v prints the specification
-    pytest test_grpo.py -k group_advantages                  what is promised of one function
     GRPO_MODULE=my_grpo.py pytest -x test_grpo.py            your file: the formulas, up to the first mistake
-    GRPO_MODULE=my_grpo.py pytest test_grpo.py -m beyond     your file: beyond the formulas, or one step of it:
-                                                             -m "beyond(step='padding')"
+    GRPO_MODULE=my_grpo.py pytest test_grpo.py -m beyond     your file: beyond them; -m "beyond(step='padding')"
     GRPO_MODULE=my_grpo.py pytest test_grpo.py -m errors     your file: wrong shapes and words are errors
 """
 
+import ast
 import copy
 import functools
 import importlib.util
@@ -21,7 +21,6 @@ import math
 import os
 import re
 import sys
-import time
 import traceback
 import types
 import warnings
@@ -39,8 +38,8 @@ settings.register_profile("grpo", deadline=None, derandomize=True, database=None
 settings.load_profile("grpo")
 warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's own
 beyond = lambda step: pytest.mark.beyond(step=step)                     # for grpo.py, and where -m beyond asks for it
-options = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=str)        # a test for each, and for none
-any_scale = options(dict(scale_rewards="batch"), dict(scale_rewards="none"))
+default_and = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=str)         # a test for each
+any_scale = default_and(dict(scale_rewards="batch"), dict(scale_rewards="none"))
 
 # What Hypothesis draws ------------------------------------------------------------------------------------------------
 # Numbers lie on a grid: equal ones are common, sums of them exact, and none is on an edge of the clip range.
@@ -56,7 +55,7 @@ unequal = group.filter(lambda rewards: len(set(rewards)) > 1)
 batch = st.integers(2, 4).flatmap(                                              # 1 to 3 groups of the same size
     lambda G: st.lists(st.lists(reward, min_size=G, max_size=G), min_size=1, max_size=3))
 words = st.lists(logit, min_size=2, max_size=4)                                 # the logits of a small vocabulary
-three = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(lambda w: [x / sum(w) for x in w])      # probabilities
+distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(lambda w: [x / sum(w) for x in w])
 
 
 def answers(*numbers):
@@ -80,8 +79,7 @@ def slope(function, x):
 # §1 Rewards -----------------------------------------------------------------------------------------------------------
 
 numbers = lambda rewards: f64([nan if r is None else r for r in rewards])
-in_any_form = functools.partial(pytest.param, marks=beyond("text"))
-of_texts = pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward"])
+beyond_text = functools.partial(pytest.param, marks=beyond("text"))
 
 
 @pytest.mark.parametrize("answer, solution, want", [
@@ -89,45 +87,34 @@ of_texts = pytest.mark.parametrize("name", ["accuracy_reward", "think_format_rew
     ("132", "132", 1), ("132.0", "132", 0), ("<think>132", "132", 0), ("<think>132</think>131", "132", 0),
     (r"\boxed{132}", "132", 1), (r"<think>\boxed{131}</think>It is \boxed{132}.", "132", 1), ("", "132", 0),
     (r"\boxed{132} or \boxed{131}", "132", 0), (r"\boxed{131} or \boxed{132}", "132", 1), (r"\boxed{}", "132", 0),
-    in_any_form("B\n", " B", 1), in_any_form("5", 5, 1), in_any_form("1,0", "10", 0), in_any_form("b", "B", 0),
-    in_any_form(r"\boxed{ Oslo }", "Oslo", 1), in_any_form(r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{2}}", 1),
-    in_any_form(r"\boxed{1} 2", "2", 0), in_any_form("None", None, nan), in_any_form("", " ", nan)], ids=str)
+    beyond_text("B\n", " B", 1), beyond_text("5", 5, 1), beyond_text("1,0", "10", 0), beyond_text("b", "B", 0),
+    beyond_text(r"\boxed{ Oslo }", "Oslo", 1), beyond_text(r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{2}}", 1),
+    beyond_text(r"\boxed{1} 2", "2", 0), beyond_text("None", None, nan), beyond_text("", " ", nan)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
-    r"""r = 1 if what follows the last </think>, or the last \boxed{} there holds, is the solution; None without one"""
+    r"""r = 1 if the solution is what follows the last </think>, or, if a \boxed{} is there, its last box; else 0"""
     expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])
 
 
 @pytest.mark.parametrize("answer, want", [
     ("<think>7+5=12,4+8+1=13</think>132", 1), ("<think>7+5=12,4+8+0=12</think>122", 1), ("132.0", 0),       # page 7
     ("<think>132", 0), ("132</think>", 0), ("", 0), ("x<think>1</think>2", 0), ("<think>1</think>", 0),
-    ("<think>\n1\n</think>\n\n2\n", 1), in_any_form("<think></think>b", 1),
-    in_any_form("<Think>1</Think>2", 0), in_any_form(" <think>1</think>2", 0), in_any_form("<think>1</think> \n", 0),
-    in_any_form("<think>1<think>2</think>3", 0), in_any_form("<think>1</think>2</think>3", 0),
-    in_any_form("</think><think>1", 0), in_any_form("<think>1</think>2<think>", 0)], ids=str)
+    ("<think>\n1\n</think>\n\n2\n", 1), beyond_text("<think></think>b", 1),
+    beyond_text("<Think>1</Think>2", 0), beyond_text(" <think>1</think>2", 0), beyond_text("<think>1</think> \n", 0),
+    beyond_text("<think>1<think>2</think>3", 0), beyond_text("<think>1</think>2</think>3", 0),
+    beyond_text("</think><think>1", 0), beyond_text("<think>1</think>2<think>", 0)], ids=str)
 def test_think_format_reward_matches_the_worked_answers(answer, want):
     """r = 1 for <think>...</think> from the first character on, then an answer; else 0"""
     expect(numbers(grpo.think_format_reward([answer])), [want])
 
 
 @beyond("text")
-@of_texts
+@pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward"])
 def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     """r([..., {"content": text}]) = r(text), and columns that a reward does not know are no error"""
-    texts = ["a", "<think>b</think>a", "<think>a", ""]
+    texts = ["a", "<think>b</think>a", "<think>a", "", "<think></think>" + " " * 10**5]       # at once, however long
     function = functools.partial(getattr(grpo, name), solution=["a"] * len(texts), prompts=texts)
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in texts]
     expect(numbers(function(completions=chats)), numbers(function(completions=texts)))
-
-
-@beyond("text")
-@of_texts
-def test_a_reward_of_a_hostile_text_is_0_at_once(name):
-    """r = 0 within 2 s for 100,000 characters, however they repeat"""
-    texts = ["1" * 10**5, "\\boxed{" * 15_000, "\\boxed{" + "{" * 10**5, "</think>" * 12_000, "<think>" * 10**4,
-             "<think>" + "<" * 10**5 + "</think>", "<think></think>" + " " * 10**5]
-    started = time.process_time()
-    expect(numbers(getattr(grpo, name)(completions=texts, solution=["7"] * len(texts))), [0.0] * len(texts))
-    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("rewards, weights, want", [                                            # page 7
@@ -162,10 +149,10 @@ def advantages(groups, **options):
 
 @pytest.mark.parametrize("score", [reward, pytest.param(st.sampled_from([nan, 0.5, 2.0]), marks=beyond("missing"))],
                          ids=["all", "some missing"])
-@options(dict(correction=0))
+@default_and(dict(correction=0))
 @given(data=st.data(), G=st.integers(2, 4))
 def test_group_stats_match_the_oracle(score, options, data, G):
-    """mean = 1/n·Σ r, std = √(Σ (r - mean)² / (n - correction)), n = the rewards that are not NaN; n = 0: NaN"""
+    """mean = 1/n·Σ r, std = √(Σ (r - mean)² / (n - correction)), n = the rewards that are not NaN; or NaN"""
     groups = data.draw(st.lists(st.lists(score, min_size=G, max_size=G), min_size=1, max_size=3), "rewards")
     stats = torch.stack(grpo.group_stats(f64(groups).flatten(), G, **options), 1)
     expect(stats, [oracle_stats([r for r in group if r == r], **options) for group in groups])
@@ -179,16 +166,16 @@ def test_group_stats_match_the_oracle(score, options, data, G):
     ([1.0, 0.0, 0.5], dict(scale_rewards="none"), [0.5, -0.5, 0.0]),
     ([0.94, 0.91, -0.06], dict(correction=0, eps=0.0), [0.7392, 0.6746, -1.4138]),              # page 7
     ([1.0, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5]),                             # page 12
-    ([1e6, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5]),                             # a million: no more
+    ([1e6, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5]),                             # no more for it
     pytest.param([1.0, 1.0, nan], dict(eps=0.0), [0.0, 0.0, 0.0], marks=beyond("missing")),     # page 7
     pytest.param([2.0, nan], dict(), [0.0, 0.0], marks=beyond("missing")),                      # nobody to compare with
     pytest.param([nan, nan], dict(), [0.0, 0.0], marks=beyond("missing"))], ids=str)
 def test_group_advantages_match_the_worked_numbers(rewards, options, want):
-    """A = (r - mean) / (std + eps), std with n - 1, eps = 1e-4 outside the root (DeepSeekMath §4.1.2)"""
+    """A = (r - mean) / (std + eps); n - 1 and eps = 1e-4 unless a row has the paper's (DeepSeekMath §4.1.2: eps = 0)"""
     expect(advantages([rewards], **options), [want], 5e-5)
 
 
-@options(dict(correction=0), dict(eps=0.5), dict(scale_rewards="none"), dict(scale_rewards="batch"),
+@default_and(dict(correction=0), dict(eps=0.5), dict(scale_rewards="none"), dict(scale_rewards="batch"),
          dict(scale_rewards="batch", correction=0, eps=0.5))
 @given(batch)
 def test_group_advantages_match_the_oracle(options, groups):
@@ -220,7 +207,7 @@ def test_group_advantages_do_not_see_the_scale_of_the_rewards(rewards, c):
 
 @given(batch, st.randoms())
 def test_group_advantages_follow_a_permutation_of_the_answers(groups, random):
-    """A(π(r)) = π(A(r)): the order in which a group was drawn means nothing"""
+    """A(r in another order) = A(r) in that order: which answer was drawn first means nothing"""
     order = random.sample(range(len(groups[0])), len(groups[0]))
     expect(advantages([[group[i] for i in order] for group in groups]), advantages(groups)[:, order])
 
@@ -242,15 +229,15 @@ def test_group_advantages_rank_as_the_rewards_do(rewards):
 
 @given(unequal)
 def test_group_advantages_have_squares_that_sum_to_n_minus_1(rewards):
-    """Σ A² = n - 1 at eps = 0, whatever the rewards (pages 6, 12): no group is louder than another"""
+    """Σ A² = n - 1 at eps = 0, unless all rewards are equal (pages 6, 12): no group is louder than another"""
     expect(advantages([rewards], eps=0.0).square().sum(), len(rewards) - 1)
 
 
 @beyond("equal")
-@options(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"))
+@default_and(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"))
 @given(st.integers(2, 16), st.floats(-1e8, 1e8, width=32))
 def test_group_advantages_of_equal_rewards_are_exactly_zero_in_float32(options, G, r):
-    """A = 0 to the last bit and without 0/0, though the float32 mean of eight times 0.1 is not 0.1"""
+    """r_1 = ... = r_G => A = 0 to the last bit, no 0/0, though the float32 mean of eight times 0.1 is not 0.1"""
     expect(grpo.group_advantages(torch.full((G,), r), G, **options), [0.0] * G, 0)
 
 
@@ -284,7 +271,7 @@ def test_make_completion_mask_matches_the_worked_numbers(ids, eos, want):
 
 @given(st.lists(st.integers(2, 5), max_size=3), st.lists(st.integers(0, 5), max_size=3))
 def test_make_completion_mask_keeps_the_first_eos_and_nothing_behind_it(answer, behind):
-    """answer, EOS, anything: n + 1 real tokens. A policy whose EOS is masked never learns to stop"""
+    """|answer| + 1 real tokens in answer, EOS, anything: a policy whose EOS is masked never learns to stop"""
     mask = grpo.make_completion_mask(torch.tensor([answer + [1] + behind]), 1)
     expect(mask, [[1.0] * (len(answer) + 1) + [0.0] * len(behind)])
 
@@ -352,7 +339,7 @@ def make_model(kind):
     import transformers
     sizes = dict(vocab_size=12, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=16,
                  num_attention_heads=4, max_position_embeddings=32)
-    more = dict(GPT2={}, OPT=dict(word_embed_proj_dim=16), Llama=dict(intermediate_size=32, num_key_value_heads=2))
+    more = dict(GPT2={}, Llama=dict(intermediate_size=32, num_key_value_heads=2))
     config = getattr(transformers, f"{kind}Config")(**sizes, **more[kind])
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     torch.manual_seed(0)
@@ -381,23 +368,24 @@ def oracle_logps(model, rows, temperature=1.0):
         yield logps[range(len(answer)), answer], -(logps.exp() * logps).sum(-1)
 
 
-@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions")),
-                                  pytest.param("OPT", marks=beyond("positions"))])
-@options(dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions"))])
+@default_and(dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
 @settings(max_examples=10)
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
     """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise: no other row and no left padding is seen"""
-    model, (*_, mask) = make_model(kind), padded(rows)
-    logps, entropies = grpo.per_token_logps(model, *padded(rows), **options)
-    got, (want, H) = logps[mask == 1], map(torch.cat, zip(*oracle_logps(model, rows, options.get("temperature", 1.0))))
-    expect(got, want, LLAMA)
+    model, temperature = make_model(kind), options.get("temperature", 1.0)
+    inputs = *_, mask = padded(rows)
+    logps, entropies = grpo.per_token_logps(model, *inputs, **options)
+    want, H = map(torch.cat, zip(*oracle_logps(model, rows, temperature)))
+    got = logps[mask == 1]
+    expect(got, want, MODEL_TOLERANCE)
     if "compute_entropy" in options:
-        expect(entropies[mask == 1], H, LLAMA)
+        expect(entropies[mask == 1], H, MODEL_TOLERANCE)
         expect(f64(entropies.requires_grad), 0.0)
     slopes = [torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (got, want)]
     for mine, alone in zip(*slopes):                                    # of every weight
-        expect(mine, alone, 100 * LLAMA)
+        expect(mine, alone, 100 * MODEL_TOLERANCE)
 
 
 @settings(max_examples=10)
@@ -406,6 +394,16 @@ def test_per_token_logps_add_up_to_1_over_the_vocabulary(prompt, answer):
     """Σ_v π(v | q, o_<t) = 1: the same answer with each word as its last"""
     logps = grpo.per_token_logps(make_model("Llama"), *padded([(prompt, answer + [v]) for v in range(12)]))[0]
     expect(logps[:, -1].exp().sum(), 1.0)
+
+
+@settings(max_examples=10)
+@given(prompts_and_answers, st.integers(2, 11))
+def test_per_token_logps_do_not_see_the_tokens_behind(rows, later):
+    """log π(o_t | q, o_<t): one more token at the end of an answer changes none of those before it"""
+    logps, longer = (grpo.per_token_logps(make_model("Llama"), *padded(x))[0] for x in (
+        rows, [(prompt, answer + [later]) for prompt, answer in rows]))
+    *_, mask = padded(rows)
+    expect(longer[:, :-1][mask == 1], logps[mask == 1], MODEL_TOLERANCE)
 
 
 @beyond("padding")
@@ -457,7 +455,7 @@ def test_importance_ratio_matches_the_worked_numbers(log_ratios, options, want):
     expect(grpo.importance_ratio(logps, old, torch.ones_like(old), **options) / f64(want), [[1.0] * len(want)], 5e-5)
 
 
-@options(SEQUENCE)
+@default_and(SEQUENCE)
 @given(answers(logp, logp))
 def test_importance_ratio_matches_the_oracle(options, rows):
     """ρ = exp(log π - log π_old) (DeepSeekMath eq. 3); s = exp(1/|o|·Σ_t log ρ_t) (GSPO eq. 7), in shape (B, 1)"""
@@ -467,9 +465,9 @@ def test_importance_ratio_matches_the_oracle(options, rows):
     expect(got.expand_as(mask)[mask == 1], sum(want, []))
 
 
-@options(SEQUENCE)
+@default_and(SEQUENCE)
 @given(answers(logp, logp, logp))
-def test_importance_ratio_is_1_on_policy_and_of_two_steps_the_product(options, rows):
+def test_importance_ratio_is_1_on_policy_and_multiplies_over_two_steps(options, rows):
     """ρ(π/π) = 1, ρ(π/π_1)·ρ(π_1/π_0) = ρ(π/π_0), and so ρ(π/π_0)·ρ(π_0/π) = 1"""
     new, old, oldest, mask = columns(rows)
     real = lambda *pair: grpo.importance_ratio(*pair, mask, **options).expand_as(mask)[mask == 1]
@@ -479,29 +477,19 @@ def test_importance_ratio_is_1_on_policy_and_of_two_steps_the_product(options, r
 
 @given(answers(logp, logp))
 def test_importance_ratio_of_a_sequence_does_not_see_its_length(rows):
-    """s(o o) = s(o): an answer written twice is as likely to be clipped as once"""
+    """s(o o) = s(o): an answer written twice has the ratio that it has once, and is clipped alike"""
     once, twice = (grpo.importance_ratio(*columns(x), **SEQUENCE) for x in (rows, [row * 2 for row in rows]))
     expect(twice, once)
 
 
-@options(SEQUENCE)
+@default_and(SEQUENCE)
 @given(answers(logp, logp))
 def test_importance_ratio_has_itself_as_its_slope(options, rows):
     """∂ρ/∂log π = ρ; of a sequence s/|o|: the on-policy ratio is 1 and still teaches"""
     logps, old, mask = columns(rows)
-    ratio = lambda x: grpo.importance_ratio(x, old, mask, **options)
+    rho = lambda x: grpo.importance_ratio(x, old, mask, **options)
     length = mask.sum(1, keepdim=True) if options else 1
-    expect(slope(ratio, logps)[mask == 1], (ratio(logps) / length).expand_as(mask)[mask == 1])
-
-
-@beyond("empty")
-@options(SEQUENCE)
-def test_importance_ratio_of_an_answer_without_a_token_is_1(options):
-    """|o| = 0 => ρ = 1 and no slope: exp of an empty mean, not of 0/0"""
-    logps, none = f64([[-1.0, nan]]), torch.zeros(1, 2)
-    ratio = lambda x: grpo.importance_ratio(x, logps - 1, none, **options)
-    expect(ratio(logps), torch.ones_like(ratio(logps)))
-    expect(slope(ratio, logps), [[0.0, 0.0]])
+    expect(slope(rho, logps)[mask == 1], (rho(logps) / length).expand_as(mask)[mask == 1])
 
 
 @pytest.mark.parametrize("epsilons", [(), (0.1, 0.55)], ids=str)                               # DAPO's clip-higher
@@ -525,24 +513,24 @@ def surrogate(rho, A, **options):
     return torch.cat([loss(f64([[rho]])), slope(loss, f64([[rho]]))], 1)[0]
 
 
-@pytest.mark.parametrize("rho, A, options, loss, slope", [                                      # page 3
-    (0.5, 1.0, {}, -0.5, -1.0), (1.1, 1.0, {}, -1.1, -1.0), (1.5, 1.0, {}, -1.2, 0.0),          # enough of a good one
-    (0.5, -1.0, {}, 0.8, 0.0), (1.1, -1.0, {}, 1.1, 1.0), (1.5, -1.0, {}, 1.5, 1.0),            # enough of a bad one
+@pytest.mark.parametrize("rho, A, options, want, want_slope", [                                 # page 3
+    (0.5, 1.0, {}, -0.5, -1.0), (1.1, 1.0, {}, -1.1, -1.0), (1.5, 1.0, {}, -1.2, 0.0),          # 1.5: far enough up
+    (0.5, -1.0, {}, 0.8, 0.0), (1.1, -1.0, {}, 1.1, 1.0), (1.5, -1.0, {}, 1.5, 1.0),            # 0.5: far enough down
     (0.5, 1.0, dict(epsilon_low=0.9), -0.5, -1.0), (1.25, 1.0, dict(epsilon_high=0.28), -1.25, -1.0),
     (50.0, -1.0, {}, 50.0, 1.0), (50.0, -1.0, dict(delta=4.0), 4.0, 0.0),
     (50.0, 1.0, dict(delta=4.0), -1.2, 0.0), (3.0, -1.0, dict(delta=4.0), 3.0, 1.0),
     (1.2214, 1.24, {}, -1.488, 0.0), (1.2214, -1.24, {}, 1.5145, 1.24),
     (1.1052, 1.225, {}, -1.3539, -1.225), (1.0513, -1.225, {}, 1.2878, 1.225)], ids=str)        # page 1
-def test_clipped_surrogate_loss_matches_the_worked_numbers(rho, A, options, loss, slope):
+def test_clipped_surrogate_loss_matches_the_worked_numbers(rho, A, options, want, want_slope):
     """l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and its slope ∂l/∂ρ"""
-    expect(surrogate(rho, A, **options), [loss, slope], 5e-5)
+    expect(surrogate(rho, A, **options), [want, want_slope], 5e-5)
 
 
-@options(dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45))
+@default_and(dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45))
 @given(st.lists(st.tuples(ratio, ratio, advantage), min_size=1, max_size=3))
 def test_clipped_surrogate_loss_matches_the_oracle(options, rows):
-    """l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3); the first ρ at most δ"""
-    want = [[oracle_surrogate(rho, A, **options) for rho in (first, second)] for first, second, A in rows]
+    """l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3); with δ, min(ρ, δ)·A comes first"""
+    want = [[oracle_surrogate(rho, A, **options) for rho in rhos] for *rhos, A in rows]
     ratios, A = f64([row[:2] for row in rows]), f64([row[2:] for row in rows])
     expect(grpo.clipped_surrogate_loss(ratios, A, **options), want)
 
@@ -556,10 +544,11 @@ def test_clipped_surrogate_loss_has_no_slope_only_where_the_token_has_moved_enou
 
 @given(ratio, advantage)
 def test_clipped_surrogate_loss_never_promises_more_than_the_plain_one(rho, A):
-    """l >= -ρ·A: a pessimistic bound of the unclipped objective, equal inside the range"""
-    loss, plain = surrogate(rho, A)[0], -rho * A
-    expect(loss.clamp(max=plain), plain)
-    expect(loss if 0.8 < rho < 1.2 else f64(plain), plain)
+    """Without δ l >= -ρ·A, the loss without a clip: it is never better than that, and equal inside the range"""
+    loss, plain = surrogate(rho, A)[0], f64(-rho * A)
+    expect(loss.maximum(plain), loss)
+    if 0.8 < rho < 1.2:
+        expect(loss, plain)
 
 
 @pytest.mark.parametrize("name", ["clipped_surrogate_loss", "cispo_loss", "sapo_loss"])
@@ -574,7 +563,6 @@ def test_a_weight_of_a_token_goes_into_its_advantage(name, p, rho, A, w):
 # §5 KL ----------------------------------------------------------------------------------------------------------------
 
 ORACLE_KL = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
-estimators = pytest.mark.parametrize("options", [{}, *(dict(estimator=name) for name in ORACLE_KL)], ids=str)
 kl = lambda p, q, **options: grpo.kl_estimate(f64(p), f64(q), **options)
 
 
@@ -586,7 +574,7 @@ def test_kl_estimate_matches_the_worked_numbers(options, want):
     expect(kl(f64([0.5, 0.25, 0.25]).log(), f64([0.25, 0.25, 0.5]).log(), **options), want, 5e-5)
 
 
-@estimators
+@default_and(*(dict(estimator=name) for name in ORACLE_KL))
 @given(st.lists(st.tuples(grid(-20, 0, 0.125), grid(-20, 0, 0.125)), min_size=1, max_size=3))
 def test_kl_estimate_matches_the_oracle(options, tokens):
     """k1 = log π - log π_ref, k2 = k1²/2, k3 = exp(-k1) + k1 - 1 (DeepSeekMath eq. 4), however far π has moved"""
@@ -611,16 +599,16 @@ def test_kl_estimate_k3_is_never_negative_in_float32(n, scale, p):
     expect(k3.clamp(max=0), 0.0, 0)
 
 
-@options(dict(estimator="k1"))
-@given(three, three)
+@default_and(dict(estimator="k1"))
+@given(distribution, distribution)
 def test_kl_estimate_k1_and_k3_have_the_kl_as_their_mean(options, p, q):
-    """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref); the mean of k2 is another number"""
+    """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref): over samples both are right on average"""
     want = sum(x * math.log(x / y) for x, y in zip(p, q))
     expect(f64(p) @ kl(f64(p).log(), f64(q).log(), **options), want)
 
 
 @pytest.mark.parametrize("what", ["k1", "k2", "k3", "ρ·k3"])
-@given(three, three)
+@given(distribution, distribution)
 def test_kl_estimate_teaches_what_the_table_says(what, p, q):
     """With samples held fixed E ∇k1 = 0, E ∇k2 = ∇KL(π‖π_ref), E ∇k3 = ∇KL(π_ref‖π), E ∇(ρ·k3) = ∇KL(π‖π_ref)"""
     KL = sum(x * math.log(x / y) for x, y in zip(p, q))
@@ -636,13 +624,13 @@ def test_kl_estimate_teaches_what_the_table_says(what, p, q):
 
 LOSS_TYPES, losses = ["grpo", "bnpo", "dr_grpo", "dapo"], answers(reward)
 every_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
-limit = lambda loss_type, T_max=7: (                # the limit of sampling for the one that needs it
+of_type = lambda loss_type, T_max=7: (                # the limit of sampling for the one that needs it
     dict(loss_type=loss_type) | (dict(max_completion_length=T_max) if loss_type == "dr_grpo" else {}))
 
 
 def aggregate(rows, loss_type, T_max=7, **counts):
     loss, mask = columns(rows)
-    return grpo.aggregate(loss, mask, **limit(loss_type, T_max), **counts)
+    return grpo.aggregate(loss, mask, **of_type(loss_type, T_max), **counts)
 
 
 def oracle_weights(lengths, loss_type, T_max=7, num_rows_in_batch=None, num_items_in_batch=None):
@@ -657,19 +645,19 @@ def oracle_weights(lengths, loss_type, T_max=7, num_rows_in_batch=None, num_item
     ("grpo", 14.0, 1 / 8, 1 / 32), ("bnpo", 17.3, 1 / 20, 1 / 20),
     ("dr_grpo", 8.65, 1 / 40, 1 / 40), ("dapo", 17.3, 1 / 20, 1 / 20)])
 def test_aggregate_matches_the_worked_numbers(loss_type, want, of_short, of_long):
-    """Answers of 2, 8, 2, 8 tokens, losses 0, 1, 2, ...: the value (page 10), the weight of a token (page 4)"""
+    """Answers of 2, 8, 2, 8 tokens, token t of answer i has the loss 8i + t: value (page 10), weights (page 4)"""
     rows = [[(8.0 * i + t,) for t in range(n)] for i, n in enumerate((2, 8, 2, 8))]
     loss, mask = columns(rows)
-    of = lambda x: grpo.aggregate(x, mask, **limit(loss_type, 10))
+    of = lambda x: grpo.aggregate(x, mask, **of_type(loss_type, 10))
     expect(of(loss), want)
     expect(slope(of, loss), mask * f64([[of_short], [of_long]] * 2))
 
 
 @every_loss_type
-@options(dict(num_rows_in_batch=20, num_items_in_batch=40), dict(num_rows_in_batch=1, num_items_in_batch=1))
+@default_and(dict(num_rows_in_batch=20, num_items_in_batch=40), dict(num_rows_in_batch=1, num_items_in_batch=1))
 @given(losses)
 def test_aggregate_matches_the_oracle(options, loss_type, rows):
-    """loss = Σ l·w, w = 1/(B·n_i) of grpo, 1/(B·T_max) of dr_grpo, 1/N of dapo: B and N as given; 1/(tokens) of bnpo"""
+    """loss = Σ l·w: grpo 1/(B·n_i), dr_grpo 1/(B·T_max), dapo 1/N, bnpo 1/(own tokens); B, N given, or its own"""
     weights = oracle_weights(list(map(len, rows)), loss_type, **options)
     expect(aggregate(rows, loss_type, **options), sum(w * l for row, w in zip(rows, weights) for l, in row))
 
@@ -709,13 +697,13 @@ def test_aggregate_of_microbatches_adds_up_to_the_whole(loss_type, parts, random
 @beyond("empty")
 @pytest.mark.parametrize("loss_type, want", [("grpo", 2 / 3), ("bnpo", 1), ("dr_grpo", 1 / 3), ("dapo", 1)])   # page 10
 def test_aggregate_counts_an_answer_without_a_token(loss_type, want):
-    """Lengths 2, 0, 8: it adds 0, and is one of the three rows; a batch of such answers gives 0, not 0/0"""
+    """Lengths 2, 0, 8: it adds 0 and is one of the three rows. Only such answers: 0, not 0/0. One loss a row: (B, 1)"""
     expect(aggregate([[(1.0,)] * 2, [], [(1.0,)] * 8], loss_type, T_max=10), want)
-    answer = f64([[2.0], [3.0]]), torch.ones(2, 4)                      # (B, 1): one loss for each answer
-    expect(4 * grpo.aggregate(*answer, **limit(loss_type, 16)), 2.5 if loss_type == "dr_grpo" else 10.0)
+    answer = f64([[2.0], [3.0]]), torch.ones(2, 4)                      # 2 at four tokens, 3 at four tokens
+    expect(grpo.aggregate(*answer, **of_type(loss_type, 16)), 20 / (2 * 16) if loss_type == "dr_grpo" else 2.5)
     for B in (3, 0):
         empty = torch.zeros(B, 8)
-        expect(grpo.aggregate(empty + 1, empty, **limit(loss_type, 10)), 0.0)
+        expect(grpo.aggregate(empty + 1, empty, **of_type(loss_type, 10)), 0.0)
 
 
 # §8 Variants, before the loss that is made of them --------------------------------------------------------------------
@@ -731,7 +719,7 @@ def test_cispo_loss_and_sapo_loss_weight_a_token_as_worked(rho, clip, cispo, sap
     expect(torch.cat([clipped, capped, gated], 1), [[clip, cispo, sapo]], 5e-5)
 
 
-@options(dict(epsilon_high=1.3))
+@default_and(dict(epsilon_high=1.3))
 @given(logp, ratio, advantage)
 def test_cispo_loss_matches_the_oracle_and_takes_the_ratio_as_a_constant(options, p, rho, A):
     """l = -sg[min(ρ, ε_high)]·A·log π (CISPO eq. 4): ∂l/∂ρ = 0, ∂l/∂log π = -min(ρ, ε_high)·A, which no ρ makes 0"""
@@ -748,7 +736,7 @@ def oracle_sapo(rho, A, temperature_pos=1.0, temperature_neg=1.05):
     return -4 / tau * A / (1 + math.exp(-tau * (rho - 1)))
 
 
-@options(dict(temperature_pos=0.5, temperature_neg=2.0))
+@default_and(dict(temperature_pos=0.5, temperature_neg=2.0))
 @given(st.lists(st.tuples(ratio, advantage), min_size=1, max_size=3))
 def test_sapo_loss_matches_the_oracle(options, tokens):
     """l = -σ(τ(ρ - 1))·4/τ·A, τ by the sign of A, each token's own (SAPO eq. 5); ∂l/∂ρ = -A at ρ = 1, whatever τ is"""
@@ -785,7 +773,7 @@ def test_process_advantages_match_the_worked_numbers(solutions, want):
     expect(process(solutions, correction=0, eps=0.0), want)
 
 
-@options(dict(correction=0), dict(eps=0.5))
+@default_and(dict(correction=0), dict(eps=0.5))
 @given(solutions)
 def test_process_advantages_match_the_oracle(options, solutions):
     """A_t = Σ z of the steps that end at or after t, z = (r - mean) / (std + eps) over all steps of the group"""
@@ -813,8 +801,8 @@ rated = st.lists(st.tuples(advantage, st.lists(token, min_size=1, max_size=4)), 
 far = answers(*[grid(-19, 0, 0.125)] * 3, advantage)                            # here each token has an A of its own
 CISPO, SAPO = dict(policy_loss="cispo", epsilon_high=2.0), dict(policy_loss="sapo")
 BIAS = dict(beta=0.1, use_bias_correction_kl=True)
-one_option = options(
-    *map(limit, ["grpo", "bnpo", "dr_grpo"]), pytest.param(dict(epsilon_low=0.1), marks=beyond("defaults")),
+one_option = default_and(
+    *map(of_type, ["grpo", "bnpo", "dr_grpo"]), pytest.param(dict(epsilon_low=0.1), marks=beyond("defaults")),
     pytest.param(dict(policy_loss="cispo"), marks=beyond("defaults")), dict(epsilon_low=0.1, epsilon_high=0.55),
     dict(delta=1.45), dict(beta=0.1), dict(beta=0.1, loss_type="grpo"), BIAS, SEQUENCE, SEQUENCE | BIAS, CISPO, SAPO,
     SEQUENCE | dict(loss_type="grpo"), SEQUENCE | CISPO, SAPO | dict(loss_type="grpo"), SEQUENCE | SAPO)
@@ -857,7 +845,7 @@ def oracle_loss(rows, at=None, policy_loss="clip", importance_sampling_level="to
 
 
 def oracle_slopes(rows, **options):
-    """∂loss/∂log π of each token by central differences: what a constant is does not move along."""
+    """∂loss/∂log π of each token by central differences; CISPO's weight, a constant, comes from the unmoved rows."""
     def loss(i, t, h):
         (p, *rest), moved = rows[i][t], list(map(list, rows))
         moved[i][t] = (p + h, *rest)
@@ -872,23 +860,23 @@ def on_policy(rows, advantages, **options):
     return torch.cat([loss(logps)[None], slope(loss, logps)[mask == 1]])
 
 
-@pytest.mark.parametrize("options, want, of_default", [                                         # page 1
+@pytest.mark.parametrize("options, want, want_by_default", [                                         # page 1
     (dict(loss_type="grpo"), -0.010313, -0.008417), (dict(loss_type="bnpo"), -0.092608, -0.075584),
-    (dict(), -0.092608, -0.075584), (limit("dr_grpo", 6), -0.077174, -0.062986)], ids=str)
-def test_grpo_loss_matches_the_worked_numbers(options, want, of_default):
-    """Rewards 1, 0, 0.5, answers of 5, 4 and 6 tokens, A = ±1.225 and the default's ±0.9998: rewards to one loss"""
+    (dict(), -0.092608, -0.075584), (of_type("dr_grpo", 6), -0.077174, -0.062986)], ids=str)
+def test_grpo_loss_matches_the_worked_numbers(options, want, want_by_default):
+    """Answers of 5, 4, 6 tokens, A = 1.225, -1.225, 0, then the default's ±0.9998: from log ratios to one loss"""
     log_ratios = [[10, 5, -10, 8, 2], [-5, 10, -8, 5], [8, -5, 10, 5, -8, 10]]          # in hundredths
     logps, mask = columns([[(x / 100,) for x in row] for row in log_ratios])
     loss = lambda A: grpo.grpo_loss(logps, f64(A), mask, old_logps=0 * logps, **options)[0]
     expect(loss([1.225, -1.225, 0.0]), want, 5e-7)
-    expect(loss([0.99980004, -0.99980004, 0.0]), of_default, 5e-7)
+    expect(loss([0.99980004, -0.99980004, 0.0]), want_by_default, 5e-7)
 
 
 @pytest.mark.parametrize("lengths, loss_type, want", [                                          # page 2
     ([3, 3], "grpo", 0.0), ([2, 4], "grpo", 0.0), ([4, 2], "grpo", 0.0),
     ([3, 3], "dapo", 0.0), ([2, 4], "dapo", 1 / 3), ([4, 2], "dapo", -1 / 3)], ids=str)
 def test_grpo_loss_on_policy_is_worked_out_from_lengths_alone(lengths, loss_type, want):
-    """A = +1, -1 and ρ = 1: the value is 0, or a matter of lengths; the gradient is -A·weight all the same"""
+    """A = +1, -1 and ρ = 1: loss = Σ -A·w, 0 for grpo or equal lengths; the gradient of each token is -A·w, not 0"""
     got = on_policy([[(-1.0,)] * n for n in lengths], [1.0, -1.0], loss_type=loss_type)
     weights = oracle_weights(lengths, loss_type)
     expect(got, [want, *[-weights[0]] * lengths[0], *[weights[1]] * lengths[1]])
@@ -897,7 +885,7 @@ def test_grpo_loss_on_policy_is_worked_out_from_lengths_alone(lengths, loss_type
 @one_option
 @given(rated)
 def test_grpo_loss_matches_the_oracle(options, rows):
-    """loss = aggregate(l(ρ, A) + β·KL), one option at a time, against a loop over tokens"""
+    """loss = aggregate(l(ρ, A) + β·KL), with each option and some pairs, against a loop over tokens"""
     expect(loss_of(rows, **options)[0], oracle_loss(rows, **options)[0])
 
 
@@ -920,10 +908,10 @@ def test_grpo_loss_has_the_slope_of_the_oracle(options, rows):
     expect(got, oracle_slopes(rows, **options), 1e-6)
 
 
-@options(*map(limit, ["grpo", "bnpo", "dr_grpo"]), CISPO, SAPO)
+@default_and(*map(of_type, ["grpo", "bnpo", "dr_grpo"]), CISPO, SAPO, SEQUENCE)
 @given(answers(logp), st.data())
 def test_grpo_loss_on_policy_has_the_gradient_of_reinforce(options, rows, data):
-    """ρ = 1: ∂loss/∂log π_t = -A·w_t for clip, cispo and sapo; the value of "clip" is a mean of -A and says nothing"""
+    """ρ = 1: ∂loss/∂log π_t = -A·w_t, also of gspo, cispo, sapo; the value of "clip" is Σ -A·w, whatever was written"""
     A = data.draw(st.lists(advantage, min_size=len(rows), max_size=len(rows)), "advantages")
     weights = oracle_weights(list(map(len, rows)), options.get("loss_type", "dapo"))
     want = [-a * w for a, w, row in zip(A, weights, rows) for _ in row]
@@ -932,21 +920,41 @@ def test_grpo_loss_on_policy_has_the_gradient_of_reinforce(options, rows, data):
     expect(got[0] if "policy_loss" not in options else f64(sum(want)), sum(want))
 
 
+@one_option
+@given(answers(logp, advantage))
+def test_grpo_loss_without_old_logps_takes_those_of_the_policy(options, rows):
+    """old_logps = None is old_logps = log π, held fixed: the first update after sampling needs no second pass"""
+    logps, A, mask = columns(rows)
+    call = lambda x, **old: grpo.grpo_loss(x, A[:, 0], mask, ref_logps=0 * logps, **old, **options)[0]
+    expect(call(logps), call(logps, old_logps=logps))
+    expect(slope(call, logps), slope(lambda x: call(x, old_logps=logps), logps))
+
+
+@given(unequal, logp)
+def test_grpo_loss_is_0_on_policy_and_teaches_only_where_rewards_differ(rewards, p):
+    """Answers of one length: loss = 0 in both cases; r_1 = ... = r_G: gradient 0, else not"""
+    of = lambda rewards: on_policy([[(p,)]] * len(rewards), advantages([rewards])[0])
+    silent, mixed = of([rewards[0]] * len(rewards)), of(rewards)
+    expect(silent, [0.0] * len(silent))
+    expect(mixed[0], 0.0)
+    assert mixed[1:].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps"])
-@options(CISPO, SAPO, SEQUENCE | BIAS)
+@default_and(CISPO, SAPO, SEQUENCE | BIAS)
 @given(rated)
 def test_grpo_loss_takes_the_other_log_probs_as_constants(options, name, rows):
     """∂loss/∂log π_old = ∂loss/∂log π_ref = 0, whatever comes in: only the policy learns"""
     logps, old, ref, A, mask = columns(rows)
-    given_ones, options = dict(old_logps=old, ref_logps=ref), dict(beta=0.1) | options
-    loss = lambda x: grpo.grpo_loss(logps, A[:, 0], mask, **given_ones | {name: x}, **options)[0]
-    expect(slope(loss, given_ones[name]), torch.zeros_like(logps))
+    constants, options = dict(old_logps=old, ref_logps=ref), dict(beta=0.1) | options
+    loss = lambda x: grpo.grpo_loss(logps, A[:, 0], mask, **constants | {name: x}, **options)[0]
+    expect(slope(loss, constants[name]), torch.zeros_like(logps))
 
 
 @one_option
 @given(rated)
 def test_grpo_loss_metrics_match_the_oracle(options, rows):
-    """Means over tokens. low: ρ < 1 - ε_low and A < 0; high: ρ > 1 + ε_high, or cispo's cap, and A > 0; region; kl"""
+    """Shares of tokens. low: A < 0, ρ < 1 - ε_low; high: A > 0, ρ > 1 + ε_high (cispo: its cap); region: both; kl"""
     want = oracle_loss(rows, **options)[1]
     metrics = {name: x for name, x in loss_of(rows, **options)[1].items() if name in want}
     expect(f64(list(metrics.values())), [want[name] for name in metrics])
@@ -954,12 +962,12 @@ def test_grpo_loss_metrics_match_the_oracle(options, rows):
 
 @pytest.mark.parametrize("what", ["value", "slope", pytest.param("metrics", marks=beyond("metrics"))])
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-@options(SEQUENCE, CISPO, SAPO)
+@default_and(SEQUENCE, CISPO, SAPO)
 @given(parts=st.lists(rated, min_size=1, max_size=3))
 def test_grpo_loss_of_microbatches_adds_up_to_the_whole(what, options, loss_type, parts):
     """Σ over parts = the whole in value, gradient and metrics, given the whole batch's rows and tokens: any split"""
     def numbers(rows, **counts):
-        call = functools.partial(loss_of, rows, **counts, **options, **limit(loss_type), beta=0.1)
+        call = functools.partial(loss_of, rows, **counts, **options, **of_type(loss_type), beta=0.1)
         logps, *_, mask = columns(rows)
         return {"value": lambda: call()[0], "slope": lambda: slope(lambda x: call(x)[0], logps)[mask == 1],
                 "metrics": lambda: f64(list(call()[1].values()))}[what]()
@@ -972,11 +980,11 @@ def test_grpo_loss_of_microbatches_adds_up_to_the_whole(what, options, loss_type
 
 @beyond("empty")
 @every_loss_type
-@options(SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS, dict(beta=0.0))
+@default_and(SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS, dict(beta=0.0))
 @given(st.lists(st.lists(st.tuples(logp, logp, logp, advantage), max_size=3), max_size=3))
 def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
-    """It is one of grpo's and dr_grpo's rows, has no gradient and no metrics; without any token all is 0, never 0/0"""
-    options = dict(beta=0.1) | options | limit(loss_type)
+    """It is one of grpo's and dr_grpo's rows and adds nothing to gradient and metrics; no token at all: 0, not 0/0"""
+    options = dict(beta=0.1) | options | of_type(loss_type)
     logps, *_, mask = columns(rows, width=4)
     (loss, got), (want, metrics) = loss_of(rows, by_token=True, **options), oracle_loss(rows, **options)
     expect(loss, want)
@@ -996,8 +1004,8 @@ MASKED = {  # a value that must not depend on the padding, from two columns and 
         x[:, :1], torch.zeros(len(x), 1, dtype=torch.long), m, len(x), correction=0),
     "importance_ratio": lambda x, y, m: grpo.importance_ratio(x, y, m)[m != 0],
     "importance_ratio of a sequence": lambda x, y, m: grpo.importance_ratio(x, y, m, **SEQUENCE),
-    **{f"aggregate {name}": lambda x, y, m, name=name: grpo.aggregate(x, m, **limit(name)) for name in LOSS_TYPES},
-    **{f"grpo_loss {name}": masked_loss(**limit(name)) for name in LOSS_TYPES},
+    **{f"aggregate {name}": lambda x, y, m, name=name: grpo.aggregate(x, m, **of_type(name)) for name in LOSS_TYPES},
+    **{f"grpo_loss {name}": masked_loss(**of_type(name)) for name in LOSS_TYPES},
     "grpo_loss with KL": masked_loss(beta=0.5), "grpo_loss of a sequence": masked_loss(**SEQUENCE, loss_type="grpo"),
     "grpo_loss cispo": masked_loss(**CISPO), "grpo_loss sapo": masked_loss(**SAPO, loss_type="grpo"),
     "grpo_loss with A of tokens": masked_loss(True)}
@@ -1065,7 +1073,7 @@ CALLS = {  # a call, and what the result is like
     "clipped_surrogate_loss": (lambda t: grpo.clipped_surrogate_loss(t.X, t.X, delta=2.0), "X"),
     "cispo_loss": (lambda t: grpo.cispo_loss(t.X, t.C, t.C), "X"),
     "sapo_loss": (lambda t: grpo.sapo_loss(t.C, t.X), "X"),
-    "aggregate": (lambda t: grpo.aggregate(t.X, t.M, **limit("dr_grpo")), "S"),
+    "aggregate": (lambda t: grpo.aggregate(t.X, t.M, **of_type("dr_grpo")), "S"),
     "grpo_loss": (lambda t: grpo.grpo_loss(t.X, t.R, t.M, old_logps=t.X, ref_logps=t.X, beta=0.1)[0], "S")}
 
 
@@ -1073,7 +1081,7 @@ CALLS = {  # a call, and what the result is like
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_function_keeps_the_dtype_and_changes_no_argument(name, dtype):
-    """float64 in, float64 out, the shape that the docstring says, and every tensor that went in is as it was"""
+    """The dtype that goes in comes out, in the shape that the docstring says; every tensor that went in is as it was"""
     (call, like), t, before = CALLS[name], tensors(dtype), tensors(dtype)
     result, want = call(t), vars(t)[like]
     assert (result.shape, result.dtype) == (want.shape, want.dtype)
@@ -1083,11 +1091,10 @@ def test_a_function_keeps_the_dtype_and_changes_no_argument(name, dtype):
 WRONG = {  # what the error names, and calls whose result would be wrong without a word, or an error in torch's words
     "rewards": [lambda t: grpo.group_stats(t.X, 2)], "reward_weights": [lambda t: grpo.combine_rewards(t.X, [1, 2])],
     "num_generations": [*[lambda t, G=G: grpo.group_stats(t.R, G) for G in (0, 1, 3, 8)],
-                        lambda t: grpo.group_stats(t.R, 2, correction=2), lambda t: grpo.group_advantages(t.R, 3),
-                        lambda t: grpo.process_advantages(t.X, t.I, t.M, 3)],
+                        lambda t: grpo.group_stats(t.R, 2, correction=2), lambda t: grpo.group_advantages(t.R, 3)],
     "scale_rewards": [lambda t: grpo.group_advantages(t.R, 2, scale_rewards="std")],
-    "step_ends": [*[lambda t, k=k: grpo.process_advantages(t.X, t.I + k, t.M, 2) for k in (-1, 3)],
-                  lambda t: grpo.process_advantages(t.X, t.I[:, :1], t.M, 2)],
+    "step_ends": [lambda t, k=k, n=n: grpo.process_advantages(t.X, t.I[:, :n] + k, t.M, 2)
+                  for k, n in ((-1, 3), (3, 3), (0, 1))],
     "index": [lambda t: grpo.selective_log_softmax(t.L, t.I[:, :1]), lambda t: grpo.selective_log_softmax(t.L, t.I[0])],
     "prompt_mask": [lambda t: grpo.per_token_logps(None, t.I, t.M, t.I, t.M)],
     "old_logps": [lambda t, f=f, like=like: f(t, vars(t)[like]) for like in "RCS" for f in (
@@ -1149,20 +1156,13 @@ def test_a_debugger_comes_from_the_loss_to_the_ratio_in_a_few_steps():
     assert stops.index("importance_ratio: line") <= 30, stops
 
 
-def names_in(code):
-    """All local names of a function, those in its comprehensions included."""
-    inner = [const for const in code.co_consts if inspect.iscode(const)]
-    return {*code.co_varnames, *code.co_cellvars}.union(*map(names_in, inner))
-
-
 @beyond("file")
 def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_command():
     """No decorator is in between; no local is called r, n, s, c, l, a, p, q, w, u, d, b or j, as pdb's commands are"""
-    lines = inspect.getsource(grpo.module).splitlines()
-    for name, function in inspect.getmembers(grpo.module, inspect.isfunction):
-        if function.__module__ == grpo.module.__name__:
-            assert lines[function.__code__.co_firstlineno - 1].startswith(f"def {name}("), name
-            assert not set("rnsclapqwudbj") & names_in(function.__code__), f"{name}: {names_in(function.__code__)}"
+    for function in ast.walk(ast.parse(inspect.getsource(grpo.module))):
+        if isinstance(function, ast.FunctionDef):
+            names = {node.arg if isinstance(node, ast.arg) else getattr(node, "id", "") for node in ast.walk(function)}
+            assert not function.decorator_list and not set("rnsclapqwudbj") & names, f"{function.name}: {names}"
 
 
 # Plumbing: the file under test, and what a failure says ---------------------------------------------------------------
@@ -1207,15 +1207,15 @@ class FileUnderTest:
             error.add_note("\n    ".join([*the_law()[1:], f"got       {type(error).__name__} from {name}"]))
             raise
 
-    def called_by(self, function):
-        names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
-        called = {name for name in names if inspect.isfunction(getattr(self.module, name, None))}
-        return called.union(*[self.called_by(getattr(self.module, name)) for name in called])
+    def called_by(self, function, known=frozenset()):
+        names = function.__code__.co_names if inspect.isfunction(function) else ()
+        new = {name for name in names if inspect.isfunction(getattr(self.module, name, None))} - known
+        return known.union(new, *[self.called_by(getattr(self.module, name), known | new) for name in new])
 
 
 grpo = FileUnderTest(STUDENTS or HERE / "grpo.py")
 TOLERANCE = getattr(grpo.module, "TOLERANCE", 1e-6) if STUDENTS else 1e-9
-LLAMA = max(TOLERANCE, 1e-5) if STUDENTS else 1e-9          # without position ids, float32 rounds other rotary angles
+MODEL_TOLERANCE = max(TOLERANCE, 1e-5) if STUDENTS else 1e-9    # without position ids, rotary angles are rounded
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, beyond, columns, expect, f64,
-                       formula_first, grid, group, grpo, laws_of_padding, logp, nan, options, reward, slope)
+from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, beyond, columns, default_and,
+                       expect, f64, formula_first, grid, group, grpo, laws_of_padding, logp, nan, reward, slope)
 
 relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/relatives.py")
 leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards), len(rewards))
@@ -44,7 +44,7 @@ def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewa
     expect(leave_one_out(rewards) * (n - 1) / n, advantages([rewards], scale_rewards="none")[0])
 
 
-@options(dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0))
+@default_and(dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0))
 @given(answers(reward, reward))
 def test_gae_advantages_match_the_oracle(options, rows):
     """A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γ·V_{t+1} - V_t, nothing after the end; return_t = A_t + V_t"""
@@ -93,7 +93,7 @@ def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quanti
     expect(kept(rows, quantile), [float(h >= threshold) for row in rows for h, in row])
 
 
-@options(dict(cap=1.2))
+@default_and(dict(cap=1.2))
 @given(logp, logp)
 def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options, old, sampled):
     """w = min(exp(log π_old - log π_sampler), cap): e^0.1 = 1.1052, and 2 for e² (page 8); no gradient flows into it"""
@@ -103,7 +103,7 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
     expect(slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
 
 
-@options(dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
+@default_and(dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
 @given(answers(logp, logp, logp, advantage, grid(0, 2, 0.25)), grid(0, 1, 0.25))
 def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows, quantile):
     """aggregate(l·m·w) + β·KL, as TRL has it, is grpo_loss with A·m·w: entropy mask m, sampler's correction w"""
