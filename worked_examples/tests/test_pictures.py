@@ -71,24 +71,6 @@ def test_the_net_pushes_are_the_gradient_of_the_loss_at_the_logits():
             assert push == pytest.approx(-gradient[places.index(tuple(place)), token].item(), abs=2e-7)
 
 
-def test_the_weights_of_the_page_are_the_gradients_in_closed_form():
-    *_, data = small_group()
-    lengths = [len(row) for row in data["old_logps"]]
-    clipped_once = set()
-    for u, i, (name, method) in itertools.product(range(5), range(6), data["methods"].items()):
-        options, A = method["options"], data["advantages"][i]
-        ratios = [math.exp(new - old) for new, old in zip(data["updates"][u][i], data["old_logps"][i])]
-        ratios = [statistics.geometric_mean(ratios)] * lengths[i] if name == "gspo" else ratios
-        divisor = dict(grpo=6 * lengths[i], dapo=sum(lengths), dr_grpo=6 * 12)[options["loss_type"]]
-        for ratio, weight in zip(ratios, method["weights"][u][i]):
-            clipped = ratio > 1 + options["epsilon_high"] if A > 0 else ratio < 1 - options["epsilon_low"]
-            gate = 1 / (1 + math.exp((1.0 if A > 0 else 1.05) * (1 - ratio)))
-            slopes = dict(cispo=min(ratio, 5.0), sapo=4 * gate * (1 - gate) * ratio)
-            assert weight == pytest.approx(slopes.get(name, 0.0 if clipped else ratio) * A / divisor, rel=1e-5)
-            clipped_once |= {name} if clipped else set()
-    assert clipped_once >= {"grpo", "dapo", "dr_grpo", "gspo"}
-
-
 def test_the_forks_of_the_page_are_where_answers_differ():
     """A fork's probabilities are those of the sampled tokens there, after each update; the first one is pushed most."""
     *_, data = small_group()

@@ -21,8 +21,7 @@ PAGES = [README, *sorted(EXAMPLES.glob("*.md")), *sorted((EXAMPLES / "tests").gl
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
 
 
-@pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", r"^gradient norm: \d"),
+@pytest.mark.parametrize("script, flags, printed", [("walkthrough.py", "", r"^gradient norm: \d"),
     ("benchmark.py", "--cold_start_steps 5 --rounds 1", r"^G doubled / once +\d"),
     ("process_supervision.py", "--cold_start_steps 5 --max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
     ("iterative_grpo.py", "--cold_start_steps 5 --max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",

@@ -520,8 +520,9 @@ class Pretend(TorchDispatchMode):
     ("Qwen2", dict(policy_loss="cispo", use_bias_correction_kl=True, delta=2.0))])
 def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
     """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
-    options = SMALL | more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7, max_completion_length=5,
-                                  num_iterations=2, mask_truncated_completions=True, per_device_train_batch_size=3)
+    options = SMALL | more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7,
+                                  num_iterations=2, mask_truncated_completions=True, per_device_train_batch_size=3,
+                                  max_completion_length=5)
     request.addfinalizer(lambda: torch._C._set_only_lift_cpu_tensors(False))
     torch._C._set_only_lift_cpu_tensors(True)
     found = {"cpu": [], "pretend": []}
@@ -529,8 +530,7 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
         with Pretend() if device == "pretend" else contextlib.nullcontext():
             policy, saved = make_model(kind).double().to(device), None
             policy.tie_weights()                                        # moving to this device has parted them
-            for last in (2, 3):                                         # the third step goes on from a checkpoint
-                options["max_steps"] = last
+            for options["max_steps"] in (2, 3):                         # the third step goes on from a checkpoint
                 state = grpo.initial_state(policy, grpo.GRPOConfig(**options), saved)
                 for *_, metrics in steps_of(policy, train={"state": state}, **options):
                     lines.append(metrics | {"step_time": 0})
