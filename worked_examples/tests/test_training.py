@@ -106,6 +106,15 @@ def test_every_eos_id_ends_a_completion():
     assert (r.terminated & (r.completion_mask.sum(1) == 10)).any()      # an EOS at the very limit, too
 
 
+def test_each_step_has_questions_and_random_numbers_of_its_own():
+    """They follow from seed and step alone: a resumed run goes on with those that come next."""
+    config, steps, tokenizer = grpo.GRPOConfig(**SMALL), (0, 1, 0), grpo.tiny_tokenizer()
+    batches = [grpo.sample_batch(grpo.tiny_problems(0)[0], config, step) for step in steps]
+    sample_again = functools.partial(grpo.sample_rollout, make_model("Llama"), tokenizer, batches[0], config)
+    for first, second, again in (batches, [sample_again(step).completions for step in steps]):
+        assert first == again != second
+
+
 WORDS = ["beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
          "max_completion_length", "epsilon_high"]                       # mean the same in the config and in the loss
 
