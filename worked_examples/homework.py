@@ -3,19 +3,20 @@
     python worked_examples/homework.py --new my_grpo.py                  signatures and docstrings, without the bodies
     python worked_examples/homework.py my_grpo.py                        a table of logits learns, in seconds
     python worked_examples/homework.py my_grpo.py --model tiny           grpo.py's run, with its flags, in half a minute
-    python worked_examples/homework.py --grade my_grpo.py                points, and a reason for each point lost
+    python worked_examples/homework.py --grade my_grpo.py                points, and the reasons for each point lost
+    python worked_examples/homework.py --grade my_grpo.py -k aggregate   the same for one function, in seconds
     python worked_examples/homework.py --reveal 3                        the answer of rung 3, after your prediction
     python worked_examples/homework.py --compare a.py b.py --seeds 0 1 2        both curves in one picture
 
-What is not written yet is grpo.py's in a run, and earns nothing. The rungs stand at the top of the new file; write what
+What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
-mistake with its input, what is expected, and what came:
+mistake with its input, what is expected, and what came: in the formula alone, or with the last words in the rest, too
 
-    GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_advantages
+    GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors or not beyond"
 
 A function has points for the formula, for what its docstring promises beyond it, for its errors, and for agreeing with
-grpo.py on what train passes to it. With --variant N, --new and --grade have other defaults; --grade with --json FILE
-writes what Gradescope reads.
+grpo.py on what train passes to it. If the first test of the formula fails, all of them are lost. --grade with
+--json FILE writes what Gradescope reads.
 """
 
 import argparse
@@ -28,22 +29,12 @@ import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
-            2: dict(correction=0, scale_rewards="none", importance_sampling_level="sequence", cap=1.5),
-            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, temperature_neg=1.1)}
 
 
 # The new file ---------------------------------------------------------------------------------------------------------
 
-def text_of(name, variant=0):
-    """The text of grpo.py or relatives.py, with a variant's defaults in the signatures."""
-    lines = (HERE.parent / name if name == "grpo.py" else HERE / name).read_text(encoding="utf-8").splitlines()
-    for function in exercises("\n".join(lines)).values():
-        for number in range(function.lineno - 1, function.body[0].lineno - 1):
-            for option, default in VARIANTS[variant].items():
-                new_default = f"{option}={default!r}".replace("'", '"')
-                lines[number] = re.sub(rf"\b{option}=(?!None)[^,)]+", new_default, lines[number])
-    return "\n".join(lines) + "\n"
+def text_of(name):
+    return (HERE.parent / name if name == "grpo.py" else HERE / name).read_text(encoding="utf-8")
 
 
 def exercises(source):
@@ -53,10 +44,9 @@ def exercises(source):
 
 
 def main_and_further():
-    """The names of the exercises: of the main line, which ends with grpo_loss, and further ones."""
-    source = text_of("grpo.py")
-    main = list(exercises(source.partition("\n# §8 ")[0]))
-    return main, [name for name in [*exercises(source), *exercises(text_of("relatives.py"))] if name not in main]
+    """The names of the exercises: of the main line, which is grpo_loss and what it needs, and further ones."""
+    main = [name for name in exercises(text_of("grpo.py")) if name != "process_advantages"]
+    return main, ["process_advantages", *exercises(text_of("relatives.py"))]
 
 
 def emptied(source):
@@ -69,21 +59,22 @@ def emptied(source):
 
 def rungs():
     """{number: (text, answer)}, from course.md."""
-    page = (HERE / "course.md").read_text(encoding="utf-8")
-    found = re.findall(r"^### (\d+)\. (.*?)<details><summary>Answer</summary>\n(.*?)</details>", page, re.S | re.M)
+    found = re.findall(r"^### (\d+)\. (.*?)<details><summary>Answer</summary>\n(.*?)</details>",
+                       text_of("course.md"), re.S | re.M)
     return {int(number): (text.strip(), answer.strip()) for number, text, answer in found}
 
 
-def new(path, variant):
+def new(path):
     """Write the file for the student; an error if it exists."""
     paragraphs = text_of("grpo.py").split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
     shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
-    tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
-    head = ["My GRPO." + f" Variant {variant}." * (variant > 0), __doc__.partition("\n\n")[2].rstrip(), notation,
+    table, ablations = (text_of("course.md").partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
+                        for title in ("The rungs", "Three ablations to hand in"))
+    head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation,
             f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
-            *tasks]
-    ours, others = (emptied(text_of(name, variant)) for name in ("grpo.py", "relatives.py"))
+            table, *[f"Rung {number}. {text}" for number, (text, _) in rungs().items()], "Three ablations\n\n" + ablations]
+    ours, others = (emptied(text_of(name)) for name in ("grpo.py", "relatives.py"))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     relatives = others[others.index("import grpo") + 1:]
     with open(path, "x", encoding="utf-8") as file:
@@ -94,27 +85,20 @@ def new(path, variant):
 
 # A student's file -----------------------------------------------------------------------------------------------------
 
-def load(variant=0):
-    """A new module grpo, with a variant's defaults."""
+def load():
+    """A new module grpo."""
     module = types.ModuleType("grpo")
     module.__file__ = str(HERE.parent / "grpo.py")
-    exec(compile(text_of("grpo.py", variant), module.__file__, "exec"), module.__dict__)
+    exec(compile(text_of("grpo.py"), module.__file__, "exec"), module.__dict__)
     return module
 
 
 def arguments(function):
-    """{argument: default} of a function in a syntax tree; None where it has none."""
-    args = function.args
-    defaults = [None] * (len(args.args) - len(args.defaults)) + args.defaults + args.kw_defaults
-    return {arg.arg: default and ast.unparse(default) for arg, default in zip(args.args + args.kwonlyargs, defaults)}
+    """The names of a function's arguments, from its syntax tree."""
+    return {arg.arg for arg in function.args.args + function.args.kwonlyargs}
 
 
-def ours(variant=0):
-    """{name: syntax tree} of all exercises."""
-    return exercises(text_of("grpo.py", variant)) | exercises(text_of("relatives.py", variant))
-
-
-def written(path, variant=0):
+def written(path):
     """{name: reason}: "" or why a student's file has nothing of its own there; and its functions' syntax trees."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     mine = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -122,17 +106,19 @@ def written(path, variant=0):
     imported = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
 
     def body(function):
-        return [ast.dump(line) for line in function.body if not isinstance(line, (ast.Expr, ast.Assert))]
+        return [ast.dump(line) for line in function.body if not isinstance(line, (ast.Expr, ast.Assert, ast.Pass))]
 
     def why(name, function):
         if name in imported:
             return f"imported from {imported[name]}"
         if name not in mine or ast.unparse(mine[name].body[-1]) == "raise NotImplementedError":
             return "not written"
-        if lacks := arguments(function).keys() - arguments(mine[name]).keys():
+        if lacks := arguments(function) - arguments(mine[name]):
             return f"has no argument {', '.join(sorted(lacks))}"
         return "grpo.py's own lines" if len(body(function)) > 2 and body(mine[name]) == body(function) else ""
-    return {name: why(name, function) for name, function in ours(variant).items()}, mine
+
+    ours = exercises(text_of("grpo.py")) | exercises(text_of("relatives.py"))
+    return {name: why(name, function) for name, function in ours.items()}, mine
 
 
 def put(path, grpo):
@@ -182,6 +168,8 @@ def table(grpo, seed, rounds=40):
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
     import torch
+    if not Path(path).is_file():
+        raise SystemExit(f"homework.py: error: there is no file {path}")
     torch.set_num_threads(1)                                            # for so little work more would wait
     grpo = load()
     print(put(path, grpo))
@@ -219,8 +207,8 @@ def compare(paths, seeds, flags):
         third = max(len(curves[0]) // 3, 1)
         for i in range(0, len(curves[0]), third):
             means = [statistics.mean(curve[i:i + third]) for curve in curves]
-            mean, std = statistics.mean(means), statistics.pstdev(means)
-            print(f"{path}, reward of steps {i + 1}-{i + third}: {mean:.3f} ± {std:.3f}")
+            std = f" ± {statistics.pstdev(means):.3f}" if len(seeds) > 1 else ""
+            print(f"{path}, reward of steps {i + 1}-{i + third}: {statistics.mean(means):.3f}{std}")
         print(f"{path}, held-out accuracy: {', '.join(f'{x:.2f}' for x in greedy)}")
         steps, columns = range(1, len(curves[0]) + 1), list(zip(*curves))
         line, = pyplot.plot(steps, [statistics.mean(column) for column in columns], label=path)
@@ -252,21 +240,21 @@ def main(argv):
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--variant", type=int, choices=VARIANTS, default=0)
+    parser.add_argument("-k", metavar="NAME", default="")
     parser.add_argument("--reveal", type=int, metavar="N")
     parser.add_argument("--compare", nargs=2, metavar="FILE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options, flags = parser.parse_known_args(argv)
     try:
         if options.new:
-            return new(options.new, options.variant)
+            return new(options.new)
         if options.reveal is not None:
             return reveal(options.reveal)
         if options.compare:
             return compare(options.compare, options.seeds, flags)
         if options.grade:
             import grading
-            return grading.grade(options.grade, options.variant, options.json)
+            return grading.grade(options.grade, options.json, options.k)
     except (OSError, ValueError) as error:
         parser.exit(2, f"homework.py: error: {error}\n")
     parser.print_usage()

@@ -124,13 +124,12 @@ globals().update({name: law for name, law in laws_of_padding({
 
 @pytest.mark.errors
 @pytest.mark.parametrize("argument, call", [
-    ("soft_punish_cache", lambda x: relatives.get_soft_overlong_punishment(4, 5)),
-    ("values", lambda x: relatives.gae_advantages(x, x[0], x)),
-    ("entropies", lambda x: relatives.top_entropy_mask(x, x[0], 1)),
-    ("scores", lambda x: relatives.kl_penalized_rewards(x[0], x, x, x, beta=0.1)),
-    ("completion_mask", lambda x: relatives.kl_penalized_rewards(x[:, 0], x, x, x[0], beta=0.1)),
-    ("sampling_logps", lambda x: relatives.truncated_importance_ratio(x, x[0]))])
+    ("soft_punish_cache", "get_soft_overlong_punishment(4, 5)"), ("values", "gae_advantages(x, x[0], x)"),
+    ("entropies|completion_mask", "top_entropy_mask(x, x[0], 1)"),
+    ("scores", "kl_penalized_rewards(x[0], x, x, x, beta=0.1)"),
+    ("completion_mask", "kl_penalized_rewards(x[:, 0], x, x, x[0], beta=0.1)"),
+    ("sampling_logps|old_logps", "truncated_importance_ratio(x, x[0])")])
 def test_a_wrong_shape_is_an_error_that_names_the_argument(argument, call):
     """Never a result that was broadcast in silence"""
-    with pytest.raises((AssertionError, ValueError), match=rf"^{argument}: got"):
-        call(torch.ones(2, 3))
+    with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
+        eval(f"relatives.{call}", {"relatives": relatives, "x": torch.ones(2, 3)})
