@@ -5,9 +5,7 @@ the grader); a gradient is asked for by a second call. The grader computes every
 same user can do nevertheless: see course.md.
 """
 
-import builtins
 import collections
-import inspect
 import json
 import math
 import os
@@ -34,18 +32,17 @@ FORMULA = dict(group_advantages=4, per_token_logps=4, importance_ratio=4, clippe
                aggregate=4, grpo_loss=8)                                # points; the other functions 2
 LEVELS = ("formula", "beyond", "errors", "in train")
 MAIN, FURTHER = homework.main_and_further()
-LAST = ("one step of train", "in train")
 
 
 def encode(x, tensors, functions):
-    """A tree for JSON. A tensor or a function is a number in it, its place in these lists, which grow."""
+    """Plain data for JSON. A tensor or a function is a number in it, its place in these lists, which grow."""
     if isinstance(x, torch.Tensor):
         tensors.append(x)
         return {"tensor": len(tensors) - 1}
     if isinstance(x, dict):
-        return {"dict": [[key, encode(value, tensors, functions)] for key, value in x.items()]}
+        return {key: encode(value, tensors, functions) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return {"list" if isinstance(x, list) else "tuple": [encode(y, tensors, functions) for y in x]}
+        return [encode(y, tensors, functions) for y in x]
     if callable(x):
         functions.append(x)
         return {"function": len(functions) - 1}
@@ -53,18 +50,16 @@ def encode(x, tensors, functions):
 
 
 def decode(x, tensors, on_function=None):
-    """The inverse; a function is on_function(its number)."""
+    """The inverse, with a list for a tuple; a function is on_function(its number)."""
+    if isinstance(x, list):
+        return [decode(y, tensors, on_function) for y in x]
     if not isinstance(x, dict):
         return x
-    (kind, content), = x.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "function":
-        return on_function(content)
-    if kind == "dict":
-        return {key: decode(value, tensors, on_function) for key, value in content}
-    values = [decode(y, tensors, on_function) for y in content]
-    return values if kind == "list" else tuple(values)
+    if "tensor" in x:
+        return tensors[x["tensor"]]
+    if "function" in x:
+        return on_function(x["function"])
+    return {key: decode(value, tensors, on_function) for key, value in x.items()}
 
 
 def send(channel, tensors=(), **message):
@@ -81,23 +76,17 @@ def receive(channel):
 
 # The student's process ------------------------------------------------------------------------------------------------
 
-class Model:
-    """The policy in the student's process: its passes happen with the grader."""
-    device, dtype, training = torch.device("cpu"), torch.float32, False
-
-    def __init__(self, channel, number, inputs):
-        self.channel, self.number, self.inputs = channel, number, inputs
-
-    def __call__(self, *args, **options):
+def model_of(channel, number, inputs):
+    """The policy in the student's process: a function whose passes happen with the grader."""
+    def forward(*args, **options):
         tensors = []
-        send(self.channel, model=self.number, arguments=encode((args, options), tensors, []), tensors=tensors)
-        answer = receive(self.channel)
+        send(channel, model=number, arguments=encode((args, options), tensors, []), tensors=tensors)
+        answer = receive(channel)
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        self.inputs.extend(answer["tensors"])
-        return types.SimpleNamespace(logits=self.inputs[-1])
-
-    forward = __call__
+        inputs.extend(answer["tensors"])
+        return types.SimpleNamespace(logits=inputs[-1])
+    return forward
 
 
 def failure(error, path):
@@ -128,7 +117,7 @@ def serve(path, channel):
                     inputs, retain_graph=True, allow_unused=True)
             else:
                 function = mine[request["function"]] if "function" in request else returned[request["returned"]]
-                args, options = decode(request["arguments"], inputs, lambda n: Model(channel, n, inputs))
+                args, options = decode(request["arguments"], inputs, lambda n: model_of(channel, n, inputs))
                 result = function(*args, **options)
                 calls[request["call"]] = inputs, outputs
                 calls.pop(request["call"] - 500, None)
@@ -210,8 +199,8 @@ class Student:
         """Send a request; return the answer or raise the student's error."""
         if self.spent[name] > LIMITS["function"]:
             self.broken[name] = f"its calls took more than {LIMITS['function']} seconds"
-        if None in self.broken or name in self.broken:
-            raise RuntimeError(self.broken.get(None) or self.broken[name])
+        if broken := self.broken.get(name) or self.broken.get(None):
+            raise RuntimeError(broken)
         if self.process is None:
             self.start()
         started = time.monotonic()
@@ -219,9 +208,8 @@ class Student:
         self.spent[name] += time.monotonic() - started
         if "error" not in answer:
             return answer["result"], answer["tensors"]
-        kind = getattr(builtins, str(answer["error"]), None)
-        if kind in (ValueError, AssertionError, TypeError, IndexError, KeyError):
-            raise kind(answer["text"])
+        if answer["error"] in ("AssertionError", "ValueError"):         # what the tests of errors allow
+            raise ValueError(answer["text"])
         raise RuntimeError(f"{answer['error']}: {answer['text']}")
 
     def call(self, name, which, args, options):
@@ -242,17 +230,17 @@ class Student:
         return decode(result, outputs, returned)
 
     def functions(self, trees):
-        """A stand-in for each of the functions with these syntax trees."""
-        def stand_in(name, args):
+        """A stand-in for each of the functions with these syntax trees; a test whose argument it lacks is skipped."""
+        def stand_in(name, tree):
             def function(*args, **options):
                 self.called.append(name)
+                if not tree.args.kwarg and options.keys() - homework.arguments(tree):
+                    pytest.skip(f"{name} has no such argument")
                 return self.call(name, {"function": name}, args, options)
-            parameters = [inspect.Parameter(x.arg, inspect.Parameter.KEYWORD_ONLY) for x in args.args + args.kwonlyargs]
-            others = [inspect.Parameter(args.kwarg.arg, inspect.Parameter.VAR_KEYWORD)] if args.kwarg else []
-            function.__name__, function.__signature__ = name, inspect.Signature(parameters + others)
+            function.__name__ = name                                    # train names a reward's metrics by it
             return function
 
-        return {name: stand_in(name, tree.args) for name, tree in trees.items()}
+        return {name: stand_in(name, tree) for name, tree in trees.items()}
 
 
 # Tests ----------------------------------------------------------------------------------------------------------------
@@ -275,8 +263,8 @@ class Results:
         self.student.called.clear()
         function, level = self.row(item)
         tests = self.tests.setdefault((function, level), {})
-        failed = [*filter(None, tests.values()), *filter(None, self.tests.get((function, "formula"), {}).values())]
-        if self.reasons.get(function, True) or tests.get(item.originalname) or len(failed) > 2:
+        lost = self.reasons.get(function, "no function") or level != "formula" and first_failure(self.tests, function)
+        if lost or tests.get(item.originalname) or sum(map(bool, tests.values())) == 3:
             tests.setdefault(item.originalname, "")
             pytest.skip("the points are lost already, or there are none")
 
@@ -286,13 +274,18 @@ class Results:
         if call.when == "call":
             row = self.row(item)
             others = set(self.student.called) - {row[0]}
-            spoiled = any(self.reasons[name] or any(self.tests.get((name, "formula"), {}).values()) for name in others)
-            if report.skipped or report.failed and spoiled:
+            spoiled = any(any(self.tests.get((name, "formula"), {}).values()) for name in others)
+            if report.skipped or report.failed and spoiled:             # a mistake costs its own function's points
                 self.tests[row].setdefault(item.originalname, None)
-            else:                                                       # what ended the process counts
+            else:
                 why = report.failed and (self.student.broken.get(row[0]) or one_line(call.excinfo))
                 self.tests[row][item.originalname] = f"{item.name}: {why}" if why else ""
         return report
+
+
+def first_failure(tests, function):
+    """Why the first test of the formula failed, which decides on all points of a function; "" if it did not."""
+    return next((why for why in tests.get((function, "formula"), {}).values() if why is not None), "")
 
 
 def one_line(error):
@@ -343,7 +336,7 @@ def one_step(grpo, **options):
     policy, tokenizer = grpo.load_model("tiny")
     problems = [row | {"prompt": row["prompt"][i % 3:]} for i, row in enumerate(grpo.tiny_problems(0)[0])]
 
-    def length(completions, **columns):             # in which the random answers of a group differ
+    def length(completions, **columns):             # the model has learned nothing, but its answers' lengths differ
         return [len(text) % 3 for text in completions]
 
     rewards = [grpo.accuracy_reward, grpo.think_format_reward, length]
@@ -387,14 +380,11 @@ def in_train(mine):
 
 def points_of(path, word):
     """Rows (function, level, points, reasons, a line for each); the points are lost if there is one."""
-    names = [name for name in MAIN + FURTHER if word in name]
-    try:
-        reasons, trees = homework.written(path)
-    except (SyntaxError, ValueError) as error:
-        reasons, trees = dict.fromkeys(MAIN + FURTHER, f"the file cannot be read: {error}"), {}
     student = Student(path)
     if student.broken:
-        reasons = {name: why or student.broken[None] for name, why in reasons.items()}
+        reasons, trees = dict.fromkeys(MAIN + FURTHER, student.broken[None]), {}
+    else:
+        reasons, trees = homework.written(path)
     lacks = {name: why for name, why in reasons.items() if why.startswith("has no argument")}
     reasons |= dict.fromkeys(lacks, "")                                 # the tests without the argument count
     functions = student.functions({name: trees[name] for name in reasons if not reasons[name]})
@@ -404,38 +394,34 @@ def points_of(path, word):
     finally:
         student.kill()
     rows = []
-    for name in names:
-        first = ""                                                      # test of the formula: it decides on the rest
+    for name in [name for name in MAIN + FURTHER if word in name]:
+        wrong = "the first test of the formula fails" if first_failure(tests, name) else lacks.get(name)
         for level in LEVELS:
             whys = tests.get((name, level), {}).values()
             failed = [why for why in whys if why] + ["no test could run"] * (set(whys) <= {None})
             points = min(len(whys), 1)
             if level == "formula":
-                points, first = FORMULA.get(name, 2), next((why for why in whys if why is not None), "")
+                points = FORMULA.get(name, 2)
             elif level == "in train":
                 points, failed = int(name in MAIN), [found[name]] if name in found else []
-            if level != "formula" and (first or name in lacks):
-                failed = [first or lacks[name]]
+            if level != "formula" and wrong:
+                failed = [wrong]
             rows.append((name, level, points, reasons[name] or "\n".join(failed)))
-    return rows if word else [*rows, (*LAST, 6, found[None])]
+    return rows if word else [*rows, ("one step of train", "in train", 6, found[None])]
 
 
 def grade(path, json_file, word):
-    """Print points, and why some are lost; exit code 0 if the main line and all that was tried is right."""
+    """Print points, and below a function why it lost some; exit code 0 if the main line and all that was tried is right."""
     rows = points_of(path, word)
     print(f"{'function':30}{''.join(level.rjust(10) for level in LEVELS)}")
     for function in dict.fromkeys(row[0] for row in rows):
-        cells = {row[1]: f"{0 if row[3] else row[2]} of {row[2]}" for row in rows if row[0] == function and row[2]}
+        own = [row[1:] for row in rows if row[0] == function and row[2]]
+        cells = {level: f"{0 if why else points} of {points}" for level, points, why in own}
         print(f"{function:30}{''.join(cells.get(level, '').rjust(10) for level in LEVELS)}")
-    lost = {}
-    for name, level, points, why in rows:
-        if points and why:
-            lost.setdefault((name, why), []).append((level, points))
-    for (name, why), parts in lost.items():
-        why = why.replace("\n", "\n    ")
-        print(f"-{sum(points for _, points in parts)} {name}, {', '.join(level for level, _ in parts)}: {why}")
-    for title, names in (("the main line", [*MAIN, LAST[0]]), ("further exercises", FURTHER)):
-        part = [row for row in rows if row[0] in names]
+        for why in dict.fromkeys(why for _, _, why in own if why):
+            print("    " + why.replace("\n", "\n    "))
+    for title, further in (("the main line", False), ("further exercises", True)):
+        part = [row for row in rows if (row[0] in FURTHER) == further]
         if part:
             print(f"{title}: {sum(row[2] for row in part if not row[3])} of {sum(row[2] for row in part)} points")
     if json_file:
@@ -444,7 +430,8 @@ def grade(path, json_file, word):
         text = json.dumps({"score": sum(test["score"] for test in tests), "tests": tests}, indent=1)
         Path(json_file).unlink(missing_ok=True)                         # the file may have made one that is read-only
         Path(json_file).write_text(text, encoding="utf-8")
-    return int(any(name not in FURTHER or why != "not written" for name, why in lost))
+    lost = [row for row in rows if row[2] and row[3]]
+    return int(any(row[0] not in FURTHER or row[3] != "not written" for row in lost))
 
 
 if __name__ == "__main__":

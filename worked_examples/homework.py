@@ -71,9 +71,10 @@ def new(path):
     shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
     table, ablations = (text_of("course.md").partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
                         for title in ("The rungs", "Three ablations to hand in"))
+    tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
     head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation,
             f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
-            table, *[f"Rung {number}. {text}" for number, (text, _) in rungs().items()], "Three ablations\n\n" + ablations]
+            table, *tasks, f"Three ablations\n\n{ablations}"]
     ours, others = (emptied(text_of(name)) for name in ("grpo.py", "relatives.py"))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     relatives = others[others.index("import grpo") + 1:]
