@@ -248,8 +248,8 @@ class Student:
 class Results:
     """A plugin of pytest: for each function and level its tests, and why each failed; None: it could not run."""
 
-    def __init__(self, student, reasons):
-        self.student, self.reasons, self.tests = student, reasons, {}
+    def __init__(self, student, reasons, found):
+        self.student, self.reasons, self.found, self.tests = student, reasons, found, {}
         self.names = sorted(reasons, key=len, reverse=True)             # the longest name that fits is meant
 
     def row(self, item):
@@ -263,8 +263,9 @@ class Results:
         self.student.called.clear()
         function, level = self.row(item)
         tests = self.tests.setdefault((function, level), {})
-        lost = self.reasons.get(function, "no function") or level != "formula" and first_failure(self.tests, function)
-        if lost or tests.get(item.originalname) or sum(map(bool, tests.values())) == 3:
+        lost = level != "formula" and loses_all(function, self.tests, self.found)
+        lost = lost or self.reasons.get(function, "no function") or tests.get(item.originalname)
+        if lost or sum(map(bool, tests.values())) == 3:
             tests.setdefault(item.originalname, "")
             pytest.skip("the points are lost already, or there are none")
 
@@ -283,9 +284,9 @@ class Results:
         return report
 
 
-def first_failure(tests, function):
-    """Why the first test of the formula failed, which decides on all points of a function; "" if it did not."""
-    return next((why for why in tests.get((function, "formula"), {}).values() if why is not None), "")
+def loses_all(function, tests, found):
+    """If the formula fails, the other points are lost, too, unless the function does in train what grpo.py's does."""
+    return any(tests.get((function, "formula"), {}).values()) and (function in FURTHER or function in found)
 
 
 def one_line(error):
@@ -294,9 +295,9 @@ def one_line(error):
     return "; ".join(ends or [f"{error.typename}: {' '.join(lines[:1])}"])
 
 
-def run_tests(student, reasons, functions, word):
+def run_tests(student, reasons, found, functions, word):
     """test_grpo.py on a student's functions: {(function, level): {test: reason}}."""
-    module, results = types.ModuleType("functions_under_test"), Results(student, reasons)
+    module, results = types.ModuleType("functions_under_test"), Results(student, reasons, found)
     module.__file__ = str(Path("functions_under_test.py").resolve())    # no such file: test_grpo.py takes the module
     sys.modules[module.__name__] = module
     vars(module).update(functions)
@@ -330,13 +331,14 @@ def difference(got, want):
 
 
 def one_step(grpo, **options):
-    """The metrics of one step of train, with two updates, on a model that has learned nothing."""
+    """The metrics of one step of train, with two updates and prompts of different lengths, on an untrained model."""
     config = grpo.GRPOConfig(max_steps=1, num_generations=4, generation_batch_size=16, per_device_train_batch_size=8,
                              max_completion_length=8, num_iterations=2, beta=0.1, learning_rate=1e-3, **options)
     policy, tokenizer = grpo.load_model("tiny")
-    problems = [row | {"prompt": row["prompt"][i % 3:]} for i, row in enumerate(grpo.tiny_problems(0)[0])]
+    problems = [{"prompt": row["prompt"][i % 3:], "solution": row["solution"] * (i % 2)}        # "": no accuracy reward
+                for i, row in enumerate(grpo.tiny_problems(0)[0])]
 
-    def length(completions, **columns):             # the model has learned nothing, but its answers' lengths differ
+    def length(completions, **columns):             # in which the answers of a group differ
         return [len(text) % 3 for text in completions]
 
     rewards = [grpo.accuracy_reward, grpo.think_format_reward, length]
@@ -389,13 +391,13 @@ def points_of(path, word):
     reasons |= dict.fromkeys(lacks, "")                                 # the tests without the argument count
     functions = student.functions({name: trees[name] for name in reasons if not reasons[name]})
     try:
-        tests = run_tests(student, reasons, functions, word)
         found = in_train({name: functions[name] for name in functions if word in name and name not in lacks})
+        tests = run_tests(student, reasons, found, functions, word)
     finally:
         student.kill()
     rows = []
     for name in [name for name in MAIN + FURTHER if word in name]:
-        wrong = "the first test of the formula fails" if first_failure(tests, name) else lacks.get(name)
+        wrong = "the formula is wrong" if loses_all(name, tests, found) else lacks.get(name)
         for level in LEVELS:
             whys = tests.get((name, level), {}).values()
             failed = [why for why in whys if why] + ["no test could run"] * (set(whys) <= {None})
@@ -403,22 +405,22 @@ def points_of(path, word):
             if level == "formula":
                 points = FORMULA.get(name, 2)
             elif level == "in train":
-                points, failed = int(name in MAIN), [found[name]] if name in found else []
-            if level != "formula" and wrong:
+                points, failed = int(name in MAIN), [found.get(name) or lacks.get(name, "")]
+            elif wrong:
                 failed = [wrong]
             rows.append((name, level, points, reasons[name] or "\n".join(failed)))
     return rows if word else [*rows, ("one step of train", "in train", 6, found[None])]
 
 
 def grade(path, json_file, word):
-    """Print points, and below a function why it lost some; exit code 0 if the main line and all that was tried is right."""
+    """Print the points, and below a function why it lost some; 0 if the main line and all that was tried is right."""
     rows = points_of(path, word)
-    print(f"{'function':30}{''.join(level.rjust(10) for level in LEVELS)}")
+    print("function".ljust(30) + "".join(level.rjust(10) for level in LEVELS))
     for function in dict.fromkeys(row[0] for row in rows):
-        own = [row[1:] for row in rows if row[0] == function and row[2]]
-        cells = {level: f"{0 if why else points} of {points}" for level, points, why in own}
-        print(f"{function:30}{''.join(cells.get(level, '').rjust(10) for level in LEVELS)}")
-        for why in dict.fromkeys(why for _, _, why in own if why):
+        own = [row for row in rows if row[0] == function and row[2]]
+        cells = {level: f"{0 if why else points} of {points}" for _, level, points, why in own}
+        print(f"{function:30}" + "".join(cells.get(level, "").rjust(10) for level in LEVELS))
+        for why in dict.fromkeys(why for *_, why in own if why):
             print("    " + why.replace("\n", "\n    "))
     for title, further in (("the main line", False), ("further exercises", True)):
         part = [row for row in rows if (row[0] in FURTHER) == further]

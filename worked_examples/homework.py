@@ -15,7 +15,7 @@ mistake with its input, what is expected, and what came: in the formula alone, o
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors or not beyond"
 
 A function has points for the formula, for what its docstring promises beyond it, for its errors, and for agreeing with
-grpo.py on what train passes to it. If the first test of the formula fails, all of them are lost. --grade with
+grpo.py on what train passes to it. If the formula is wrong, and what train gets as well, it earns nothing. --grade with
 --json FILE writes what Gradescope reads.
 """
 
