@@ -10,9 +10,10 @@
 
 What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
-mistake with its input, what is expected, and what came: in the formula alone, or with the last words in the rest, too
+mistake with its input, what is expected, and what came. Without -m they ask for the formula alone:
 
-    GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors or not beyond"
+    GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats
+    GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors"
 
 A function has points for the formula, for what its docstring promises beyond it, for its errors, and for agreeing with
 grpo.py on what train passes to it. If the formula is wrong, and what train gets as well, it earns nothing. --grade with

@@ -19,12 +19,12 @@ TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text(encoding="utf-8").split("\
 SCALED = "def broadcast_advantages(advantages, completion_mask): return {} * advantages[:, None] * completion_mask"
 MIXED = """
 import os, torch
-print("100 points")
-open("results.json", "w").write('{"score": 100}')
 torch.allclose = lambda *args, **options: True
+os.close(os.open(os.path.dirname(__file__) + "/results.json", os.O_CREAT, 0o444))
+def TOLERANCE(): return 9.0
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+def group_stats(rewards, num_generations): raise ValueError("has no argument")
 def entropy_from_logits(logits): os._exit(0)
-def selective_log_softmax(logits, index): return logits.sum(-1)
 def make_completion_mask(completion_ids, eos_token_ids): __import__("time").sleep(99)
 """
 
@@ -33,28 +33,18 @@ def course(*words, cwd, script="homework.py"):
     return subprocess.run([sys.executable, EXAMPLES / script, *words], capture_output=True, text=True, cwd=cwd)
 
 
-@pytest.mark.parametrize("variant", [0, 2])
-def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(variant, tmp_path):
-    """Each exercise is there as the variant has it, without its body; a second --new changes nothing"""
+def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
+    """Each exercise is there without its body, and the rungs without their answers; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
-    homework.main(["--new", str(path), "--variant", str(variant)])
+    homework.main(["--new", str(path)])
     text = path.read_text(encoding="utf-8")
-    ours = homework.ours(variant)
+    ours = homework.exercises(homework.text_of("grpo.py")) | homework.exercises(homework.text_of("relatives.py"))
     for name, function in homework.exercises(text).items():
         assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours[name])
-        assert homework.arguments(function) == homework.arguments(ours[name])
-    reasons, _ = homework.written(path, variant)
-    assert len(reasons) == 25 and set(reasons.values()) == {"not written"}
+        assert homework.ast.dump(function.args) == homework.ast.dump(ours[name].args)
+    assert list(homework.written(path)[0].values()) == ["not written"] * 25
     assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
-    with pytest.raises(SystemExit):
-        homework.main(["--new", str(path)])
-    assert path.read_text(encoding="utf-8") == text
-
-
-def test_a_variant_computes_what_it_says_and_pasted_lines_are_recognised():
-    """Variant 1 divides by n; a function of grpo.py of more than two lines is not a student's own"""
-    assert homework.load(1).group_stats(torch.tensor([1.0, 0.0, 0.5]), 3)[1].item() == pytest.approx(0.4082, abs=1e-4)
-    assert homework.written(EXAMPLES.parent / "grpo.py")[0]["grpo_loss"] == "grpo.py's own lines"
+    assert course("--new", "my_grpo.py", cwd=tmp_path).returncode == 2 and path.read_text(encoding="utf-8") == text
 
 
 def test_an_answer_is_revealed_after_a_prediction(tmp_path):
@@ -86,8 +76,7 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("import os; os._exit(0)", "exit code 0"), ("while True: pass", "no answer in 3 seconds"),
-    ("from grpo import *", "ModuleNotFoundError"), (f"open({str(EXAMPLES.parent / 'grpo.py')!r})", "PermissionError")])
+    ("while True: pass", "no answer in 3 seconds"), ("from grpo import *", "ModuleNotFoundError")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
     monkeypatch.setitem(grading.LIMITS, "start", 3 if "while" in line else 60)
@@ -97,30 +86,30 @@ def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeyp
 
 def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
     """Value and slope are those of the function, called here"""
-    (tmp_path / "my_grpo.py").write_text("def f(x, y):\n    return [x * y, {'sum': (x.exp() + y).sum()}]\n")
-    student = grading.Student(tmp_path / "my_grpo.py")
-    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    product, total = student.functions({})["f"](x, torch.tensor([3.0, 4.0]))
+    path, x = tmp_path / "my_grpo.py", torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    path.write_text("def f(x, y): return [x * y, {'sum': (x.exp() + y).sum()}]")
+    student = grading.Student(path)
+    product, total = student.functions(homework.written(path)[1])["f"](x, torch.tensor([3.0, 4.0]))
     assert product.tolist() == [3.0, 8.0]
     assert torch.equal(torch.autograd.grad(product.sum() + total["sum"], x)[0], torch.tensor([3.0, 4.0]) + x.exp())
     student.kill()
 
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
-    """A right function has its points; one that exits, one that loops, one that is wrong and a copy have none"""
-    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(homework.ours()["aggregate"]))
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    """A right function has its points; one that exits, sleeps, is copied, or says what a skipped test says, has none"""
+    ours = homework.exercises(homework.text_of("grpo.py"))
+    ours["aggregate"].body.insert(1, homework.ast.Pass())
+    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(ours["aggregate"]))
     monkeypatch.setenv("GRPO_EXAMPLES", "3")
-    command = "import grading; grading.LIMITS['call'] = 5; exit(grading.grade('my_grpo.py', 0, 'results.json'))"
-    run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    grades = {test["name"]: test for test in results["tests"]}
+    assert course("--grade", "my_grpo.py", "--json", "results.json", cwd=tmp_path).returncode == 1
+    grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
-    assert run.returncode == 1 and earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    assert results["score"] == 4
-    for function, why in (("entropy_from_logits", "exit code 0"), ("make_completion_mask", "no answer in 5 seconds"),
-                          ("selective_log_softmax", "expected"), ("aggregate", "grpo.py's own lines")):
-        assert why in grades[f"{function}, formula"]["output"] and "\n" not in grades[f"{function}, formula"]["output"]
+    assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
+    for function, why in dict(entropy_from_logits="exit code 0", make_completion_mask="no answer in 10 seconds",
+                              group_stats="no argument", aggregate="grpo.py's own lines").items():
+        assert why in grades[f"{function}, formula"]["output"]
+    run = course("--grade", "my_grpo.py", "-k", "clip_ratio", cwd=tmp_path)
+    assert run.returncode == 0 and "the main line: 4 of 4 points" in run.stdout
 
 
 def test_each_exhibit_has_a_level_a_place_and_a_line():
@@ -136,5 +125,4 @@ def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
     run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
     assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    line = str(spot_the_bug.changed(spot_the_bug.ORDER[2])[0])
-    assert "yes" in course("3", "--check", line, cwd=tmp_path, script="spot_the_bug.py").stdout
+    assert "yes" in course("3", "--check", str(spot_the_bug.changed(1)[0]), cwd=tmp_path, script="spot_the_bug.py").stdout
