@@ -238,7 +238,7 @@ def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss():
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
     """Frozen weights get no moments and no decay. Gradient checkpointing, which eval mode switches off, is refused."""
     one, other, another = (make_model("GPT2").train(mode) for mode in (True, False, False))
-    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed)]
+    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed, beta=0.1)]
              for model, seed in ((one, 42), (other, 42), (another, 1))]
     assert lines[0] == lines[1] != lines[2]
     frozen = one.transformer.wte.weight.requires_grad_(False)
