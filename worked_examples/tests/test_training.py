@@ -360,6 +360,9 @@ def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
         assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
     before, done = files_of(data), cli(*command(data, output_dir="grpo-output"))
     assert done.code == 2 and "output_dir: got" in done.err and before == files_of(data)
+    with monkeypatch.context() as patch:                                # two runs that look at the same moment
+        patch.setattr(os, "listdir", lambda folder: [])
+        assert cli(*command(data, output_dir="grpo-output")).code == 2 and before == files_of(data)
     second = command(data, reward_funcs="think_format", max_steps=3)
     (data / "plan1.py").write_text(f"import grpo\nassert grpo.main({second}) == 2")
     assert cli(*command(data)).code == 0 and len(lines_of(data / "out")) == 2
