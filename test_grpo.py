@@ -373,7 +373,7 @@ def oracle_logps(model, rows, temperature=1.0):
 @settings(max_examples=10)
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
-    """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise: no other row and no left padding is seen"""
+    """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise, without gradient: no other row, no left padding is seen"""
     model, temperature = make_model(kind), options.get("temperature", 1.0)
     inputs = *_, mask = padded(rows)
     logps, entropies = grpo.per_token_logps(model, *inputs, **options)
@@ -382,6 +382,7 @@ def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
     expect(got, want, MODEL_TOLERANCE)
     if "compute_entropy" in options:
         expect(entropies[mask == 1], H, MODEL_TOLERANCE)
+        expect(f64(entropies.requires_grad), 0.0)
     slopes = [torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (got, want)]
     for mine, alone in zip(*slopes):                                    # of every weight
         expect(mine, alone, 100 * MODEL_TOLERANCE)
@@ -420,7 +421,7 @@ def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
 
 @beyond("dtypes")
 def test_per_token_logps_are_one_call_of_the_model_in_float32_or_wider():
-    """bfloat16 weights: the softmax is float32. One pass without a cache, logits for the completion alone, no ∇H"""
+    """bfloat16 weights: the softmax is float32. One pass without a cache, logits for the completion alone"""
     model, calls = copy.deepcopy(make_model("Llama")).bfloat16(), []
     model.register_forward_hook(lambda module, args, options, output: calls.append((options, output)), with_kwargs=True)
     prompts, prompt_mask, ids, mask = padded([([4, 5], [7, 8, 9]), ([6], [1])])
@@ -430,7 +431,7 @@ def test_per_token_logps_are_one_call_of_the_model_in_float32_or_wider():
     assert output.logits.shape == (2, 4, 12) and not called["use_cache"] and logps.dtype == H.dtype == torch.float32
     want = output.logits[:1, :-1].float().log_softmax(-1).gather(2, ids[:1, :, None])[..., 0]
     expect(logps[:1], want, 1e-6)
-    assert score(ids[:, :0], mask[:, :0])[0].shape == (2, 0) and not H.requires_grad
+    assert score(ids[:, :0], mask[:, :0])[0].shape == (2, 0)
 
 
 # §4 Importance ratio and clip -----------------------------------------------------------------------------------------
