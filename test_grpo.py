@@ -373,7 +373,7 @@ def oracle_logps(model, rows, temperature=1.0):
 @settings(max_examples=10)
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
-    """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise, without gradient: no other row, no left padding is seen"""
+    """log π(o_t) = log softmax(logits / temperature)[o_t], H without gradient: no other row, no left padding is seen"""
     model, temperature = make_model(kind), options.get("temperature", 1.0)
     inputs = *_, mask = padded(rows)
     logps, entropies = grpo.per_token_logps(model, *inputs, **options)
