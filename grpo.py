@@ -104,7 +104,8 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of each group's n rewards (those that are not NaN).
 
     mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)).
-    correction = 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 (the source) does not say. Returns: (P,), (P,).
+    correction (below num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
+    Returns: (P,), (P,), with a mean of NaN where n = 0, and a std of NaN where n <= correction.
     """
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
@@ -157,7 +158,7 @@ def make_completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if there is no EOS before t, else 0.
 
     The first EOS counts as real; otherwise the policy would never learn to stop.
-    Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), integers.
+    Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), int64.
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device)).long()
@@ -188,8 +189,8 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
     log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
-    Source: TRL's _get_per_token_logps_and_entropies.
-    Args: prompt_ids, prompt_mask (B, L), left-padded; completion_ids, completion_mask (B, T), right-padded.
+    Source: TRL's _get_per_token_logps_and_entropies. One pass: use_cache=False, logits_to_keep = T + 1.
+    Args: prompt_ids, prompt_mask (B, L), left-padded (else an error); completion_ids, completion_mask (B, T).
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
@@ -288,7 +289,6 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds 0, and counts in B.
-    Gotcha: T_max is max_completion_length, the limit of sampling, not the padded length T of this batch.
     """
     mask = completion_mask != 0
     assert per_token_loss.shape in (mask.shape, (len(mask), 1)), f"per_token_loss: got {per_token_loss.shape}"
@@ -318,11 +318,12 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     """Compute the GRPO loss from the functions above: loss = aggregate(l(ρ, A) + β·KL).
 
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
-    Args: advantages (B,) or (B, T). old_logps: None while on-policy. ref_logps: for beta > 0. policy_loss: l
-        is "clip", "cispo" or "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where it caps ρ.
-        use_bias_correction_kl: ρ·KL in place of KL; its mean gradient is ∇KL(π_θ‖π_ref) (arXiv:2512.02556).
+    Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0): constants.
+        policy_loss: l is "clip", "cispo", "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where
+        it caps ρ. use_bias_correction_kl: ρ·KL for KL, s_i·KL at sequence level (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
-        A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
+        A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean
+        (ρ included). All divide by num_items_in_batch, or else by the tokens of this mask: parts add up.
     Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
@@ -499,8 +500,7 @@ def sample_rollout(policy, tokenizer, questions, config, step):
     G, T_max, device = config.num_generations, config.max_completion_length, policy.device
     prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
-    # The random numbers follow from (seed, step), so a resumed run needs no saved random state. 4 stands for
-    # sampling; 1, 2 and 3 for the tiny task's problems, its cold start, and the batches.
+    # Random numbers follow from (seed, step): a resumed run needs no saved state. Other streams are 1, 2, 3.
     rng = numpy.random.default_rng([config.seed, 4, step])
     uniform = torch.tensor(rng.random((len(questions) * G, T_max)), device=device)            # (B, T_max)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):

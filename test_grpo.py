@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 f64 = functools.partial(torch.as_tensor, dtype=torch.float64)
 nan, inf = math.nan, math.inf
 settings.register_profile("grpo", deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 40)))
+                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 30)))
 settings.load_profile("grpo")
 warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's own
 beyond = lambda step: pytest.mark.beyond(step=step)                     # for grpo.py, and where -m beyond asks for it
@@ -42,7 +42,7 @@ default_and = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=
 any_scale = default_and(dict(scale_rewards="batch"), dict(scale_rewards="none"))
 
 # What Hypothesis draws ------------------------------------------------------------------------------------------------
-# Numbers lie on a grid: equal ones are common, sums of them exact, and none is on an edge of the clip range.
+# Numbers lie on a grid: equal ones are common, sums of them exact, none is on an edge of the clip range, 0.8 or 1.2.
 
 def grid(low, high, step):
     return st.integers(round(low / step), round(high / step)).map(lambda k: k * step)
@@ -377,7 +377,7 @@ def oracle_logps(model, rows, temperature=1.0):
 @settings(max_examples=10)
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
-    """log π(o_t) = log softmax(logits / temperature)[o_t], H likewise: no other row and no left padding is seen"""
+    """log π(o_t) = log softmax(logits / temperature)[o_t], H without gradient: no other row, no left padding is seen"""
     model, temperature = make_model(kind), options.get("temperature", 1.0)
     inputs = *_, mask = padded(rows)
     logps, entropies = grpo.per_token_logps(model, *inputs, **options)
@@ -1161,7 +1161,7 @@ def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_command(
     for function in ast.walk(ast.parse(inspect.getsource(grpo.module))):
         if isinstance(function, ast.FunctionDef):
             names = {node.arg if isinstance(node, ast.arg) else getattr(node, "id", "") for node in ast.walk(function)}
-            assert not function.decorator_list and not set("rnsclapqwudbj") & names, f"{function.name}: {names}"
+            assert not (function.decorator_list or names & set("rnsclapqwudbj")), function.name
 
 
 # Plumbing: the file under test, and what a failure says ---------------------------------------------------------------
@@ -1232,7 +1232,7 @@ def the_law():
     while not frame.f_code.co_name.startswith("test_"):
         frame = frame.f_back
     values = [f"input     {name} = {frame.f_locals[name]}" for name in inspect.getargs(frame.f_code).args]
-    return [frame.f_code.co_name, frame.f_code.co_consts[0], *values]           # the first constant is the docstring
+    return [frame.f_code.co_name, str(frame.f_code.co_consts[0]), *values]      # the first constant is the docstring
 
 
 def expect(got, want, tolerance=None):

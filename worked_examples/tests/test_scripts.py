@@ -104,6 +104,8 @@ def test_the_file_is_small_and_imports_nothing_heavy():
     code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     assert source.count("\n") <= 1000 and len(code) <= 640 and len(tokens) <= 7800
     assert max(map(len, source.splitlines())) <= 110
+    maths = re.findall(r"^def (\w+)", source.partition("\n# §9 ")[0], re.M)
+    assert [name for name in maths if f"def test_{name}_" not in TESTS] == ["text_of"], "a function without a test"
     functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
     lengths = {name: node.end_lineno - node.lineno + 1 for name, node in functions.items()}
     assert lengths["train"] <= 40 and max(lengths.values()) <= 55 and functions["grpo_loss"].end_lineno <= 400

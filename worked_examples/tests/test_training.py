@@ -238,7 +238,7 @@ def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss():
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
     """Frozen weights get no moments and no decay. Gradient checkpointing, which eval mode switches off, is refused."""
     one, other, another = (make_model("GPT2").train(mode) for mode in (True, False, False))
-    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed)]
+    lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed, beta=0.1)]
              for model, seed in ((one, 42), (other, 42), (another, 1))]
     assert lines[0] == lines[1] != lines[2]
     frozen = one.transformer.wte.weight.requires_grad_(False)
@@ -360,6 +360,9 @@ def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
         assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
     before, done = files_of(data), cli(*command(data, output_dir="grpo-output"))
     assert done.code == 2 and "output_dir: got" in done.err and before == files_of(data)
+    with monkeypatch.context() as patch:                                # two runs that look at the same moment
+        patch.setattr(os, "listdir", lambda folder: [])
+        assert cli(*command(data, output_dir="grpo-output")).code == 2 and before == files_of(data)
     second = command(data, reward_funcs="think_format", max_steps=3)
     (data / "plan1.py").write_text(f"import grpo\nassert grpo.main({second}) == 2")
     assert cli(*command(data)).code == 0 and len(lines_of(data / "out")) == 2
