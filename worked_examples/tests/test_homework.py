@@ -125,4 +125,4 @@ def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
     run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
     assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    assert "yes" in course("3", "--check", str(spot_the_bug.changed(1)[0]), cwd=tmp_path, script="spot_the_bug.py").stdout
+    assert "yes" in course("3", f"--check={spot_the_bug.changed(1)[0]}", cwd=tmp_path, script="spot_the_bug.py").stdout
