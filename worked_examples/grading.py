@@ -292,7 +292,8 @@ def loses_all(function, tests, found):
 def one_line(error):
     lines = [line.strip() for line in str(error.value).splitlines() if line.strip()]
     ends = [line for line in lines if line.lower().startswith(("expected", "got", "actual message"))]
-    return "; ".join(ends or [f"{error.typename}: {' '.join(lines[:1])}"])
+    name = "" if error.type is RuntimeError else f"{error.typename}: "         # Student.ask has said the name
+    return "; ".join(ends or [name + "".join(lines[:1])])
 
 
 def run_tests(student, reasons, found, functions, word):
