@@ -5,10 +5,12 @@ the grader); a gradient is asked for by a second call. The grader computes every
 same user can do nevertheless: see course.md.
 """
 
+import ast
 import collections
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 TESTS = [str(HERE.parent / "test_grpo.py"), str(HERE / "tests/test_relatives.py")]
-LIMITS = dict(start=60, call=10, function=60)       # seconds: for the import, for a call, for all calls of a function
+LIMITS = dict(start=60, call=5, function=60)       # seconds: for the import, for a call, for all calls of a function
 FORMULA = dict(group_advantages=4, per_token_logps=4, importance_ratio=4, clipped_surrogate_loss=4, kl_estimate=4,
                aggregate=4, grpo_loss=8)                                # points; the other functions 2
 LEVELS = ("formula", "beyond", "errors", "in train")
@@ -229,14 +231,21 @@ class Student:
             outputs = Bridge.apply(gradients, outputs, *inputs)
         return decode(result, outputs, returned)
 
-    def functions(self, trees):
-        """A stand-in for each of the functions with these syntax trees; a test whose argument it lacks is skipped."""
+    def functions(self, trees, variant=0):
+        """A stand-in for each of the functions with these syntax trees; a test whose argument it lacks is skipped.
+
+        The tests know grpo.py's defaults: what a variant changes is passed on, where a test leaves it out.
+        """
         def stand_in(name, tree):
+            takes, ours = list(homework.arguments(tree)), homework.arguments(homework.ours()[name]) if variant else {}
+            usual = {option: ast.literal_eval(ours[option]) for option in homework.VARIANTS[variant] if option in ours}
+
             def function(*args, **options):
                 self.called.append(name)
-                if not tree.args.kwarg and options.keys() - homework.arguments(tree):
+                if not tree.args.kwarg and options.keys() - set(takes):
                     pytest.skip(f"{name} has no such argument")
-                return self.call(name, {"function": name}, args, options)
+                more = {option: usual[option] for option in usual.keys() & takes[len(args):]}
+                return self.call(name, {"function": name}, args, more | options)
             function.__name__ = name                                    # train names a reward's metrics by it
             return function
 
@@ -381,8 +390,12 @@ def in_train(mine):
 
 # Points ---------------------------------------------------------------------------------------------------------------
 
-def points_of(path, word):
+def points_of(path, word, variant=None):
     """Rows (function, level, points, reasons, a line for each); the points are lost if there is one."""
+    if variant is None:                                                 # the first line of the file says it
+        first = re.match(r'r"""My GRPO\. Variant (\d)', Path(path).read_text(encoding="utf-8", errors="replace"))
+        variant = int(first[1]) if first else 0
+    asked = {name: homework.arguments(tree) for name, tree in homework.ours(variant).items()}
     student = Student(path)
     if student.broken:
         reasons, trees = dict.fromkeys(MAIN + FURTHER, student.broken[None]), {}
@@ -390,7 +403,7 @@ def points_of(path, word):
         reasons, trees = homework.written(path)
     lacks = {name: why for name, why in reasons.items() if why.startswith("has no argument")}
     reasons |= dict.fromkeys(lacks, "")                                 # the tests without the argument count
-    functions = student.functions({name: trees[name] for name in reasons if not reasons[name]})
+    functions = student.functions({name: trees[name] for name in reasons if not reasons[name]}, variant)
     try:
         found = in_train({name: functions[name] for name in functions if word in name and name not in lacks})
         tests = run_tests(student, reasons, found, functions, word)
@@ -404,7 +417,9 @@ def points_of(path, word):
             failed = [why for why in whys if why] + ["no test could run"] * (set(whys) <= {None})
             points = min(len(whys), 1)
             if level == "formula":
-                points = FORMULA.get(name, 2)
+                points, defaults = FORMULA.get(name, 2), homework.arguments(trees[name]) if name in trees else {}
+                failed += [f"variant {variant} has {option} = {asked[name][option]}" for option in
+                           homework.VARIANTS[variant] if asked[name].get(option) != defaults.get(option)]
             elif level == "in train":
                 points, failed = int(name in MAIN), [found.get(name) or lacks.get(name, "")]
             elif wrong:
@@ -413,9 +428,9 @@ def points_of(path, word):
     return rows if word else [*rows, ("one step of train", "in train", 6, found[None])]
 
 
-def grade(path, json_file, word):
+def grade(path, json_file, word="", variant=None):
     """Print the points, and below a function why it lost some; 0 if the main line and all that was tried is right."""
-    rows = points_of(path, word)
+    rows = points_of(path, word, variant)
     print("function".ljust(30) + "".join(level.rjust(10) for level in LEVELS))
     for function in dict.fromkeys(row[0] for row in rows):
         own = [row for row in rows if row[0] == function and row[2]]

@@ -1,6 +1,7 @@
 """Homework: write grpo.py's functions yourself, run them, and have them graded.
 
     python worked_examples/homework.py --new my_grpo.py                  signatures and docstrings, without the bodies
+                                       --new my_grpo.py --variant 1      the same with other defaults (1, 2 or 3)
     python worked_examples/homework.py my_grpo.py                        a table of logits learns, in seconds
     python worked_examples/homework.py my_grpo.py --model tiny           grpo.py's run, with its flags, in half a minute
     python worked_examples/homework.py --grade my_grpo.py                points, and the reasons for each point lost
@@ -30,12 +31,20 @@ import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
+            2: dict(correction=0, scale_rewards="none", importance_sampling_level="sequence", cap=1.5),
+            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, temperature_neg=1.1)}
 
 
 # The new file ---------------------------------------------------------------------------------------------------------
 
-def text_of(name):
-    return (HERE.parent / name if name == "grpo.py" else HERE / name).read_text(encoding="utf-8")
+def text_of(name, variant=0):
+    """The text of grpo.py or a file beside this one, with a variant's defaults in the signatures."""
+    text = (HERE.parent / name if name == "grpo.py" else HERE / name).read_text(encoding="utf-8")
+    for option, default in VARIANTS[variant].items():
+        default = f"{option}={default!r}".replace("'", '"')
+        text = re.sub(rf"\b{option}=(?=[\d\"])[^,)]+", default, text)
+    return text
 
 
 def exercises(source):
@@ -65,7 +74,7 @@ def rungs():
     return {int(number): (text.strip(), answer.strip()) for number, text, answer in found}
 
 
-def new(path):
+def new(path, variant):
     """Write the file for the student; an error if it exists."""
     paragraphs = text_of("grpo.py").split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
@@ -73,10 +82,10 @@ def new(path):
     table, ablations = (text_of("course.md").partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
                         for title in ("The rungs", "Three ablations to hand in"))
     tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
-    head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation,
+    head = [f"My GRPO. Variant {variant}.", __doc__.partition("\n\n")[2].rstrip(), notation,
             f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
             table, *tasks, f"Three ablations\n\n{ablations}"]
-    ours, others = (emptied(text_of(name)) for name in ("grpo.py", "relatives.py"))
+    ours, others = (emptied(text_of(name, variant)) for name in ("grpo.py", "relatives.py"))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     relatives = others[others.index("import grpo") + 1:]
     with open(path, "x", encoding="utf-8") as file:
@@ -96,8 +105,16 @@ def load():
 
 
 def arguments(function):
-    """The names of a function's arguments, from its syntax tree."""
-    return {arg.arg for arg in function.args.args + function.args.kwonlyargs}
+    """{argument: its default, as text} of a function, from its syntax tree; None without a default."""
+    args, defaults = function.args, function.args.defaults + function.args.kw_defaults
+    names = [arg.arg for arg in args.args + args.kwonlyargs]
+    defaults = [None] * (len(names) - len(defaults)) + defaults
+    return {name: default and ast.unparse(default) for name, default in zip(names, defaults)}
+
+
+def ours(variant=0):
+    """{name: syntax tree} of all exercises."""
+    return exercises(text_of("grpo.py", variant)) | exercises(text_of("relatives.py", variant))
 
 
 def written(path):
@@ -115,12 +132,11 @@ def written(path):
             return f"imported from {imported[name]}"
         if name not in mine or ast.unparse(mine[name].body[-1]) == "raise NotImplementedError":
             return "not written"
-        if lacks := arguments(function) - arguments(mine[name]):
+        if lacks := arguments(function).keys() - arguments(mine[name]):
             return f"has no argument {', '.join(sorted(lacks))}"
         return "grpo.py's own lines" if len(body(function)) > 2 and body(mine[name]) == body(function) else ""
 
-    ours = exercises(text_of("grpo.py")) | exercises(text_of("relatives.py"))
-    return {name: why(name, function) for name, function in ours.items()}, mine
+    return {name: why(name, function) for name, function in ours().items()}, mine
 
 
 def put(path, grpo):
@@ -240,6 +256,7 @@ def main(argv):
         return run(argv[0], argv[1:])
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("--new", metavar="FILE")
+    parser.add_argument("--variant", type=int, choices=VARIANTS)
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("-k", metavar="NAME", default="")
@@ -249,14 +266,14 @@ def main(argv):
     options, flags = parser.parse_known_args(argv)
     try:
         if options.new:
-            return new(options.new)
+            return new(options.new, options.variant or 0)
         if options.reveal is not None:
             return reveal(options.reveal)
         if options.compare:
             return compare(options.compare, options.seeds, flags)
         if options.grade:
             import grading
-            return grading.grade(options.grade, options.json, options.k)
+            return grading.grade(options.grade, options.json, options.k, options.variant)
     except (OSError, ValueError) as error:
         parser.exit(2, f"homework.py: error: {error}\n")
     parser.print_usage()

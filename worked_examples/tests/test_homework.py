@@ -17,16 +17,16 @@ import spot_the_bug
 
 TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text(encoding="utf-8").split("\nMISTAKES")[0]
 SCALED = "def broadcast_advantages(advantages, completion_mask): return {} * advantages[:, None] * completion_mask"
-MIXED = """
+MIXED = '''r"""My GRPO. Variant 1."""
 import os, torch
 torch.allclose = lambda *args, **options: True
 os.close(os.open(os.path.dirname(__file__) + "/results.json", os.O_CREAT, 0o444))
 def TOLERANCE(): return 9.0
-def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+def clip_ratio(ratio, epsilon_low=0.1, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 def group_stats(rewards, num_generations): raise ValueError("has no argument")
 def entropy_from_logits(logits): os._exit(0)
 def make_completion_mask(completion_ids, eos_token_ids): __import__("time").sleep(99)
-"""
+'''
 
 
 def course(*words, cwd, script="homework.py"):
@@ -34,11 +34,11 @@ def course(*words, cwd, script="homework.py"):
 
 
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
-    """Each exercise is there without its body, and the rungs without their answers; a second --new changes nothing"""
+    """Each exercise is there without its body, with the variant's defaults; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
-    homework.main(["--new", str(path)])
+    homework.main(["--new", str(path), "--variant", "2"])
     text = path.read_text(encoding="utf-8")
-    ours = homework.exercises(homework.text_of("grpo.py")) | homework.exercises(homework.text_of("relatives.py"))
+    ours = homework.ours(2)
     for name, function in homework.exercises(text).items():
         assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours[name])
         assert homework.ast.dump(function.args) == homework.ast.dump(ours[name].args)
@@ -105,7 +105,7 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    for function, why in dict(entropy_from_logits="exit code 0", make_completion_mask="no answer in 10 seconds",
+    for function, why in dict(entropy_from_logits="exit code 0", make_completion_mask="no answer in 5 seconds",
                               group_stats="no argument", aggregate="grpo.py's own lines").items():
         assert why in grades[f"{function}, formula"]["output"]
     run = course("--grade", "my_grpo.py", "-k", "clip_ratio", cwd=tmp_path)
