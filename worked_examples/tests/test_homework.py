@@ -75,8 +75,7 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "compare.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("while True: pass", "no answer in 3 seconds"), ("from grpo import *", "ModuleNotFoundError")])
+@pytest.mark.parametrize("line, reason", [("while True: pass", "no answer in 3"), ("import grpo", "ModuleNotFound")])
 def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
     monkeypatch.setitem(grading.LIMITS, "start", 3 if "while" in line else 60)
