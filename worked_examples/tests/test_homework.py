@@ -107,8 +107,6 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     for function, why in dict(entropy_from_logits="exit code 0", make_completion_mask="no answer in 5 seconds",
                               group_stats="no argument", aggregate="grpo.py's own lines").items():
         assert why in grades[f"{function}, formula"]["output"]
-    run = course("--grade", "my_grpo.py", "-k", "clip_ratio", cwd=tmp_path)
-    assert run.returncode == 0 and "the main line: 4 of 4 points" in run.stdout
 
 
 def test_each_exhibit_has_a_level_a_place_and_a_line():
