@@ -37,7 +37,7 @@ def missed(tmp_path, monkeypatch):
         for law in laws:
             path = next(x for x in (copy / "test_grpo.py", *(copy / "worked_examples/tests").glob("test_*.py"))
                         if f"def {law}(" in x.read_text())
-            quiet = "-q -x --tb=short -p no:cacheprovider -p no:unraisableexception -W ignore".split()
+            quiet = "-q -x --tb=no --assert=plain -p no:cacheprovider -p no:unraisableexception -W ignore".split()
             codes[law] = pytest.main([*quiet, f"{path}::{law}"])
             without(copy)
         sys.modules.update(ours)
