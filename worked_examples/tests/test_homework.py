@@ -25,7 +25,6 @@ def TOLERANCE(): return 9.0
 def clip_ratio(ratio, epsilon_low=0.1, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 def group_stats(rewards, num_generations): raise ValueError("has no argument")
 def entropy_from_logits(logits): os._exit(0)
-def make_completion_mask(completion_ids, eos_token_ids): __import__("time").sleep(99)
 '''
 
 
@@ -95,7 +94,7 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
 
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
-    """A right function has its points; one that exits, sleeps, is copied, or says what a skipped test says, has none"""
+    """A right function has its points; one that exits, is copied, or says what a skipped test says, has none"""
     ours = homework.exercises(homework.text_of("grpo.py"))
     ours["aggregate"].body.insert(1, homework.ast.Pass())
     (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(ours["aggregate"]))
@@ -104,8 +103,8 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    for function, why in dict(entropy_from_logits="exit code 0", make_completion_mask="no answer in 5 seconds",
-                              group_stats="no argument", aggregate="grpo.py's own lines").items():
+    for function, why in dict(entropy_from_logits="exit code 0", group_stats="no argument",
+                              aggregate="grpo.py's own lines").items():
         assert why in grades[f"{function}, formula"]["output"]
 
 
