@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 f64 = functools.partial(torch.as_tensor, dtype=torch.float64)
 nan, inf = math.nan, math.inf
 settings.register_profile("grpo", deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 25)))
+                          max_examples=int(os.environ.get("GRPO_EXAMPLES", 20)))
 settings.load_profile("grpo")
 warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's own
 beyond = lambda step: pytest.mark.beyond(step=step)                     # for grpo.py, and where -m beyond asks for it

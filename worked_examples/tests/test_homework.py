@@ -23,8 +23,7 @@ torch.allclose = lambda *args, **options: True
 os.close(os.open(os.path.dirname(__file__) + "/results.json", os.O_CREAT, 0o444))
 def TOLERANCE(): return 9.0
 def clip_ratio(ratio, epsilon_low=0.1, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-def group_stats(rewards, num_generations): raise ValueError("has no argument")
-def entropy_from_logits(logits): os._exit(0)
+def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0): os._exit(0)
 '''
 
 
@@ -94,17 +93,16 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
 
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
-    """A right function has its points; one that exits, is copied, or says what a skipped test says, has none"""
-    ours = homework.exercises(homework.text_of("grpo.py"))
-    ours["aggregate"].body.insert(1, homework.ast.Pass())
-    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(ours["aggregate"]))
+    """A right function has its points; one that ends the process or is copied has none"""
+    pasted = homework.ours()["importance_ratio"]
+    pasted.body.insert(1, homework.ast.Pass())
+    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(pasted))
     monkeypatch.setenv("GRPO_EXAMPLES", "3")
-    assert course("--grade", "my_grpo.py", "--json", "results.json", cwd=tmp_path).returncode == 1
+    assert course("--grade", "my_grpo.py", "-k", "ratio", "--json", "results.json", cwd=tmp_path).returncode == 1
     grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    for function, why in dict(entropy_from_logits="exit code 0", group_stats="no argument",
-                              aggregate="grpo.py's own lines").items():
+    for function, why in dict(truncated_importance_ratio="exit code 0", importance_ratio="grpo.py's own lines").items():
         assert why in grades[f"{function}, formula"]["output"]
 
 

@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parent
 EXAMPLES, ROOT = TESTS.parent, TESTS.parents[1]
 SPOT, BOOK = runpy.run_path(str(EXAMPLES / "spot_the_bug.py")), runpy.run_path(str(TESTS / "textbook.py"))
 settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-                          max_examples=20)
+                          max_examples=10)
 
 
 def without(root):
