@@ -190,7 +190,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
     log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
     Source: TRL's _get_per_token_logps_and_entropies. One pass: use_cache=False, logits_to_keep = T + 1.
-    Args: prompt_ids, prompt_mask (B, L), left-padded (else an error); completion_ids, completion_mask (B, T).
+    Args: prompt_ids, prompt_mask (B, L), left-padded, or an error; completion_* (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
@@ -320,10 +320,10 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
     Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0): constants.
         policy_loss: l is "clip", "cispo", "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where
-        it caps ρ. use_bias_correction_kl: ρ·KL for KL, s_i·KL at sequence level (arXiv:2512.02556).
+        it caps ρ. use_bias_correction_kl: ρ·KL replaces KL; s_i·KL at sequence level (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
-        A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean
-        (ρ included). All divide by num_items_in_batch, or else by the tokens of this mask: parts add up.
+        A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
+        They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
     Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
@@ -500,7 +500,7 @@ def sample_rollout(policy, tokenizer, questions, config, step):
     G, T_max, device = config.num_generations, config.max_completion_length, policy.device
     prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
-    # Random numbers follow from (seed, step): a resumed run needs no saved state. Other streams are 1, 2, 3.
+    # Its numbers follow from (seed, 4, step): a resumed run needs no saved state. 1 to 3 are other draws.
     rng = numpy.random.default_rng([config.seed, 4, step])
     uniform = torch.tensor(rng.random((len(questions) * G, T_max)), device=device)            # (B, T_max)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
