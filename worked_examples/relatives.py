@@ -82,7 +82,7 @@ def top_entropy_mask(entropies, completion_mask, quantile):
 
     mask_t = 1 where H_t >= the (1 - quantile)-quantile of the real tokens' H, interpolated; ties are kept.
     Source: Wang et al. (arXiv:2506.01939), who train on the top 20%; TRL's top_entropy_quantile.
-    Args: entropies (B, T); quantile, the fraction to keep (0.3 of 5 tokens keeps 2). Returns: (B, T), a mask.
+    Args: entropies (B, T); quantile, the fraction (0.3 of 5 tokens keeps 2). Returns: (B, T), in the mask's dtype.
     """
     assert entropies.shape == completion_mask.shape, (
         f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
