@@ -1,6 +1,6 @@
 """GRPO as a textbook writes it: the plain formulas, without what makes them safe.
 
-    GRPO_MODULE=worked_examples/tests/textbook.py python -m pytest -q test_grpo.py
+    GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
 has no failure: test_grpo.py asks a student's file for the formulas, and `-m beyond` alone for what goes beyond them. The
 lines of grpo.py that are not here are about that: padding that holds NaN, rewards that are missing, equal rewards in

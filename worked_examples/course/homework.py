@@ -1,13 +1,13 @@
 """Homework: write grpo.py's functions yourself, run them, and have them graded.
 
-    python worked_examples/homework.py --new my_grpo.py                  signatures and docstrings, without the bodies
+    python worked_examples/course/homework.py --new my_grpo.py                  signatures and docstrings, without the bodies
                                        --new my_grpo.py --variant 1      the same with other defaults (1, 2 or 3)
-    python worked_examples/homework.py my_grpo.py                        a table of logits learns, in seconds
-    python worked_examples/homework.py my_grpo.py --model tiny           grpo.py's run, with its flags, in half a minute
-    python worked_examples/homework.py --grade my_grpo.py                points, and the reasons for each point lost
-    python worked_examples/homework.py --grade my_grpo.py -k aggregate   the same for one function, in seconds
-    python worked_examples/homework.py --reveal 3                        the answer of rung 3, after your prediction
-    python worked_examples/homework.py --compare a.py b.py --seeds 0 1 2        both curves in one picture
+    python worked_examples/course/homework.py my_grpo.py                        a table of logits learns, in seconds
+    python worked_examples/course/homework.py my_grpo.py --model tiny           grpo.py's run, with its flags, in half a minute
+    python worked_examples/course/homework.py --grade my_grpo.py                points, and the reasons for each point lost
+    python worked_examples/course/homework.py --grade my_grpo.py -k aggregate   the same for one function, in seconds
+    python worked_examples/course/homework.py --reveal 3                        the answer of rung 3, after your prediction
+    python worked_examples/course/homework.py --compare a.py b.py --seeds 0 1 2        both curves in one picture
 
 What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first

@@ -1,11 +1,11 @@
 """Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
-    python worked_examples/spot_the_bug.py 7 > grpo_bug.py         what a run shows is at the top
-    python worked_examples/spot_the_bug.py 7 --section             the section with the bug, with grpo_bug.py's lines
-    python worked_examples/spot_the_bug.py 7 --hint 1              the section; 2: the function; 3: the museum's title
-    python worked_examples/spot_the_bug.py 7 --check 250           whether line 250 of grpo_bug.py is the wrong one
-    python worked_examples/spot_the_bug.py 7 --test                run the tests that see it
-    python worked_examples/spot_the_bug.py 7 --answer              the exhibit
+    python worked_examples/course/spot_the_bug.py 7 > grpo_bug.py         what a run shows is at the top
+    python worked_examples/course/spot_the_bug.py 7 --section             the section with the bug, with grpo_bug.py's lines
+    python worked_examples/course/spot_the_bug.py 7 --hint 1              the section; 2: the function; 3: the museum's title
+    python worked_examples/course/spot_the_bug.py 7 --check 250           whether line 250 of grpo_bug.py is the wrong one
+    python worked_examples/course/spot_the_bug.py 7 --test                run the tests that see it
+    python worked_examples/course/spot_the_bug.py 7 --answer              the exhibit
 
 The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own number.
 """

@@ -1,8 +1,8 @@
 """How long does a step of grpo.py take, where does the time go, and what would the bare model cost?
 
-    python worked_examples/benchmark.py                    the tiny task
-    python worked_examples/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
-    python worked_examples/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
+    python worked_examples/scripts/benchmark.py                    the tiny task
+    python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
+    python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
 The floor is the model's bare passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), one
 forward and backward of those that learn. In each round all that is compared takes its turn; a line is the median over

@@ -1,8 +1,8 @@
 """Draw the pictures of README and of the worked examples, each for a light and for a dark page.
 
-    python worked_examples/figures.py               draw all pictures from pictures/*.csv and pictures/group.html
-    python worked_examples/figures.py run           run the demo first, and write anew what depends on its numbers
-    python worked_examples/figures.py checks trl    write the table of a library (or verl) on check_your_trainer.md
+    python worked_examples/scripts/figures.py               draw all pictures from pictures/*.csv and pictures/group.html
+    python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on its numbers
+    python worked_examples/scripts/figures.py checks trl    write the table of a library (or verl) on check_your_trainer.md
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
 page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
@@ -498,10 +498,10 @@ def pages(printed):
 def checks(library):
     """The table of a library on the page of trainers, as it is printed."""
     script = f"worked_examples/check_{library}.py"
-    command = [sys.executable, "-W", "ignore", "worked_examples/check.py", script]
+    command = [sys.executable, "-W", "ignore", "worked_examples/trainers/check.py", script]
     printed = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True).stdout
     table = printed.partition("\n\n")[0]                                # without the details
-    first = f"$ python worked_examples/check.py {script}\n"
+    first = f"$ python worked_examples/trainers/check.py {script}\n"
     rewrite(HERE / "check_your_trainer.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
 
 
