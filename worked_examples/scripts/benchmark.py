@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo
@@ -157,8 +157,9 @@ def growth(job, rounds):
 
 def compare_with_trl(job, rounds, count=4):
     """TRL's trainer, as the_same_run_in_trl.py makes it, with its default gradient checkpointing and without."""
-    import the_same_run_in_trl as trl_run
     from transformers import TrainerCallback
+
+    from worked_examples.trainers import the_same_run_in_trl as trl_run
     table, (model, tokenizer, problems, reward_funcs, options) = defaultdict(list), job
     config = grpo.GRPOConfig(**options | {"max_steps": count, "output_dir": tempfile.mkdtemp()})
 

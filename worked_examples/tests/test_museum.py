@@ -1,4 +1,4 @@
-"""Each exhibit of bug_museum.md, and each mistake of textbook.py, is caught by the laws that it names."""
+"""Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names."""
 
 import re
 import runpy
@@ -11,14 +11,16 @@ from hypothesis import Phase, settings
 
 TESTS = Path(__file__).resolve().parent
 EXAMPLES, ROOT = TESTS.parent, TESTS.parents[1]
-SPOT, BOOK = runpy.run_path(str(EXAMPLES / "spot_the_bug.py")), runpy.run_path(str(TESTS / "textbook.py"))
+SPOT = runpy.run_path(str(EXAMPLES / "course/spot_the_bug.py"))
+MISTAKES = runpy.run_path(str(TESTS / "mistakes.py"))["MISTAKES"]
 settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
                           max_examples=10)
 
 
 def without(root):
     """Take the modules of a repository out of sys.modules."""
-    folders = [str(root / folder) for folder in ("", "worked_examples", "worked_examples/tests")]
+    rooms = ("", *(f"worked_examples/{room}" for room in ("", "course", "scripts", "tests", "trainers")))
+    folders = [str(root / room) for room in rooms]
     found = [name for name, module in sys.modules.items()
              if str(Path(getattr(module, "__file__", None) or "?").parent) in folders]
     return {name: sys.modules.pop(name) for name in found}
@@ -54,10 +56,10 @@ def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, missed):
     assert laws and not missed("grpo.py", SPOT["patched"](exhibit), laws)
 
 
-@pytest.mark.parametrize("mistake, old, new, law", BOOK["MISTAKES"], ids=[row[0] for row in BOOK["MISTAKES"]])
+@pytest.mark.parametrize("mistake, old, new, law", MISTAKES, ids=[row[0] for row in MISTAKES])
 def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, missed, monkeypatch, tmp_path):
-    """The law fails on a textbook's file with the mistake in it: no law is needed that goes beyond the formula"""
-    text = (TESTS / "textbook.py").read_text().split("# What a student gets wrong")[0]
+    """The law fails on formulas.py with the mistake in it: no law is needed that goes beyond the formula"""
+    text = (EXAMPLES / "formulas.py").read_text()
     assert text.count(old) == 1
     monkeypatch.setenv("GRPO_MODULE", str(tmp_path / "copy/my_grpo.py"))
     assert not missed("my_grpo.py", text.replace(old, new), [law])

@@ -15,7 +15,7 @@ from pathlib import Path
 import datasets
 import torch
 import trl
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
 
