@@ -1,4 +1,4 @@
-"""The maths of GRPO as a textbook writes it: from rewards to the loss, in about 70 lines of code.
+"""The maths of GRPO as a textbook writes it: from rewards to the loss, in about 60 lines of code.
 
 Paste a function with those that it calls; it needs torch and nothing else. The arguments are grpo.py's: B answers, of
 which num_generations to each prompt; T tokens; log-probs of the sampled tokens, (B, T); a mask, 1 = real token.
@@ -7,8 +7,8 @@ These formulas pass each test of grpo.py's formulas:
 
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
-What keeps them safe is in grpo.py: "grpo.py adds" says of each function what that is. Each of grpo.py's also ignores
-what stands at padding, NaN included, and raises an error for a wrong shape.
+What keeps them safe is in grpo.py: "grpo.py adds" says of each function what that is. Besides, what stands
+at padding changes nothing there, NaN included, and most functions refuse a wrong shape.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     python worked_examples/scripts/figures.py               draw all pictures from pictures/*.csv and group.html
     python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on it
-    python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on trainers/README.md
+    python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on the page of trainers
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
 page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
