@@ -110,6 +110,17 @@ def test_the_readme_names_what_exists():
             assert f"def {test}(" in TESTS, (page, test)
 
 
+def test_readme_and_index_show_the_same_seven_ways_in():
+    """Row for row the same words, minutes and targets."""
+    def ways(page):
+        rows = re.findall(r"^\|.*\|$", page.read_text().partition("| I want to")[2].partition("\n\n")[0], re.M)[1:]
+        links = [re.findall(r"\]\(([^)#]*)", row) for row in rows]
+        return [(re.sub(r"\([^)]*\)", "", row), [(page.parent / link).resolve() if link else page for link in found])
+                for row, found in zip(rows, links)]
+
+    assert len(ways(README)) == 7 and ways(README) == ways(EXAMPLES / "README.md")
+
+
 def test_the_file_is_small_and_imports_nothing_heavy():
     """grpo.py is read in an evening: lines, code, tokens, the place of the loss, the longest functions."""
     done = python("-c", "import sys, grpo; print(*{'transformers', 'matplotlib', 'math_verify'} & set(sys.modules))")
