@@ -3,12 +3,12 @@
 Paste a function with those that it calls; it needs torch and nothing else. The arguments are grpo.py's: B answers, of
 which num_generations to each prompt; T tokens; log-probs of the sampled tokens, (B, T); a mask, 1 = real token.
 
-These formulas pass each test of grpo.py's formulas:
+They pass the tests that grpo.py's formulas pass:
 
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
-What keeps them safe is in grpo.py: "grpo.py adds" says of each function what that is. Besides, what stands
-at padding changes nothing there, NaN included, and most functions refuse a wrong shape.
+grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, no value at padding, not even NaN,
+reaches a result or a gradient of grpo.py, and a wrong shape that would pass in silence is an error there.
 """
 
 import torch

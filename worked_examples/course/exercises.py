@@ -1,6 +1,6 @@
 """The exercises of the homework: which functions of grpo.py and relatives.py they are, and which a file has written.
 
-homework.py, which makes and runs a student's file, and grading.py, which grades it, both stand on this module.
+homework.py makes and runs a student's file, grading.py grades it; both import this module.
 """
 
 import ast

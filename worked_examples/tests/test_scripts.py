@@ -38,6 +38,20 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
     assert re.search(printed, out.getvalue(), re.M), out.getvalue()
 
 
+ROOMS = [path for path in SCRIPTS if path.parent.name in ("course", "scripts") or path.name == "check.py"]
+
+
+@pytest.mark.parametrize("path", [path for path in ROOMS if path.name != "walkthrough.py"], ids=lambda path: path.stem)
+def test_a_script_finds_grpo_and_its_neighbours_from_any_folder(path, tmp_path, monkeypatch):
+    """It is started in an empty folder, which Python does not search."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [x for x in sys.path if x not in ("", str(ROOT), *(str(other.parent) for other in SCRIPTS))]
+    monkeypatch.setattr(sys, "path", [str(path.parent), *elsewhere])
+    for name in {"grpo", "exercises", "relatives"} & set(sys.modules):
+        monkeypatch.delitem(sys.modules, name)
+    runpy.run_path(str(path))
+
+
 def test_formulas_are_compared_also_in_a_thread_and_hostile_texts_are_wrong():
     script = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))
     reward = script["math_accuracy_reward"]
