@@ -396,7 +396,7 @@ def accuracy_reward(completions, solution, **kwargs):
 
     The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} holds, if there
     is one (it may contain braces, as in \boxed{\frac{1}{2}}, but none within these).
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers and formulas: worked_examples/math_reward.py.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
     boxed = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -629,7 +629,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
     The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
     Line 6, π_old ← π_θ, copies no weights: log π_old is scored before the first update.
-    Line 12, a reward model that learns, is in worked_examples/iterative_grpo.py.
+    Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
         dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
     Yields: after each step the state, the Rollout and the metrics (means over the updates), TRL's names.
@@ -919,7 +919,7 @@ def parse_options(argv):
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--eval_dataset", help="such a file, answered greedily before and after training")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
-                        "; accuracy compares texts, worked_examples/math_reward.py numbers and formulas")
+                        "; accuracy compares texts, worked_examples/scripts/math_reward.py numbers, formulas")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint-STEP folder of this command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
