@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, one pure function for each equation.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer gets a
-score. If it is above the group's mean, the answer's tokens become more likely; if below, less likely.
+score. If it is above the group's mean, the answer's tokens are pushed up (more likely); if below, down.
 §1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the command line.
 
     python grpo.py --model tiny
@@ -15,7 +15,7 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     L, T            -                                tokens of the longest prompt, of the longest completion
     T_max           max_completion_length            the limit of sampling, T <= T_max
     V, S, F         -                                vocabulary, reasoning steps, reward functions
-    r_i             rewards                  (B,)    score of a whole answer; NaN = none
+    r_i             rewards                  (B,)    score of a whole answer; of all functions
     A_i, A_{i,t}    advantages               (B,)    how much better than the group's mean; or (B, T)
     log π_θ         logps                    (B, T)  log-prob of each sampled token, policy in training (nats)
     log π_old       old_logps                (B, T)  the same under the policy before the batch's first update
@@ -23,16 +23,16 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     m               completion_mask          (B, T)  1 = real token (the EOS included), 0 = padding
     ρ               ratio                    (B, T)  π_θ / π_old; 1 while on-policy (π_θ = π_old)
     ε_low, ε_high   epsilon_low, epsilon_high        clip range 1 - ε_low ... 1 + ε_high
-    β, μ            beta, num_iterations             weight of the KL term; updates on one batch of samples
+    β, μ            beta, num_iterations             weight of the KL term; passes over one batch of samples
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on each batch.
 With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
 gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
-padding positions, even NaN, affect no result and no gradient. A wrong shape or an unknown word is an error
-that names the argument. Left out on purpose: inference servers, LoRA, images, tools, value networks, more
-than one GPU, and top-k or top-p sampling, whose log-probs per_token_logps would not give.
+padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that broadcasting
+would take for a (T,), is an error that names the argument. Left out on purpose: inference servers, LoRA,
+images, tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -43,6 +43,7 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -55,69 +56,39 @@ import torch
 from tqdm import tqdm
 
 # §1 Rewards -----------------------------------------------------------------------------------------------
-# A reward function is f(prompts=, completions=, completion_ids=, **columns) -> for each completion a number,
-# or None where it does not apply. A completion is a string or, in chat data, a list of {"role", "content"}.
-
-def text_of(completion):
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def accuracy_reward(completions, solution, **kwargs):
-    r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
-
-    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} without inner
-    braces holds, if there is one.
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers and formulas: worked_examples/math_reward.py.
-    """
-    answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
-    boxes = [re.findall(r"\\boxed\{([^{}]*)\}", answer) or [answer] for answer in answers]
-    wanted = ["" if text is None else str(text).strip() for text in solution]
-    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, wanted, strict=True)]
-
-
-def think_format_reward(completions, **kwargs):
-    """Give 1 to a text that begins with its only <think>...</think> and then has an answer, else 0.
-
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also accepts a second </think>, and an empty answer.
-    """
-    texts = [text_of(completion) for completion in completions]
-    one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]
-    return [float(one and t.partition("</think>")[2].strip() != "") for one, t in zip(one_thought, texts)]
-
 
 def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over the functions that did not abstain.
 
     Args: rewards_per_func (B, F), NaN where a function returned None; reward_weights (F,), None: 1 each.
-    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,), NaN where every function abstained.
+    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,). A row in which all abstained is an error.
     """
     reward_weights = [1.0] * rewards_per_func.size(1) if reward_weights is None else reward_weights
+    unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
+    assert not unscored, f"rewards_per_func: got no reward in rows {unscored}; allowed is one or more in each"
     dtype = torch.result_type(rewards_per_func, 1.0)                    # integers become floats
     weights = torch.as_tensor(reward_weights, dtype=dtype, device=rewards_per_func.device)              # (F,)
     assert weights.shape == rewards_per_func.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
-    return (rewards_per_func * weights).nansum(1).masked_fill(rewards_per_func.isnan().all(1), torch.nan)
+    return (rewards_per_func * weights).nansum(1)                                         # (B,)
 
 
 # §2 Group statistics and advantages -----------------------------------------------------------------------
 
 def group_stats(rewards, num_generations, *, correction=1):
-    """Compute the mean and the standard deviation of each group's n rewards (those that are not NaN).
+    """Compute the mean and the standard deviation of the rewards of each group.
 
-    mean = 1/n·Σ r_i,  std = √(Σ (r_i - mean)² / (n - correction)).
+    mean = 1/G·Σ r_i,  std = √(Σ (r_i - mean)² / (G - correction)).
     correction (below num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
-    Returns: (P,), (P,), with a mean of NaN where n = 0, and a std of NaN where n <= correction.
+    Returns: (P,), (P,); of a silent group, whose rewards are all equal, exactly that reward and 0.
     """
     assert rewards.dim() == 1, f"rewards: got {rewards.shape}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} above {correction}")
     groups = rewards.reshape(-1, num_generations)                                         # (P, G)
-    # Measured from the lowest, equal rewards are exactly 0: the float32 mean of eight times 0.1 is not 0.1.
-    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1, keepdim=True)         # (P, 1)
-    above_lowest = groups - lowest                                                        # (P, G)
-    mean = above_lowest.nanmean(1, keepdim=True)                                          # (P, 1)
-    count = (~groups.isnan()).sum(1)                                                      # (P,), n
-    std = ((above_lowest - mean).square().nansum(1) / (count - correction).clamp(min=0)).sqrt()  # 0/0 is NaN
-    return (lowest + mean).squeeze(1), std
+    silent = groups.amax(1) == groups.amin(1)           # by rounding the mean of eight times 0.1 is not 0.1
+    mean = torch.where(silent, groups[:, 0], groups.mean(1))                              # (P,)
+    std = torch.where(silent, 0, groups.std(1, correction=correction))                    # (P,)
+    return mean, std
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", correction=1, eps=1e-4):
@@ -127,7 +98,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     "batch": the same mean, and the std of the whole batch.
     "none":  A_i = r_i - mean, because 1 / std inflates groups that are nearly all right or all wrong.
     Source: DeepSeekMath §4.1.2, without eps (TRL 1e-4, verl 1e-6); "none": Dr. GRPO (arXiv:2503.20783) §3.1.
-    Args: as in group_stats. Returns: (B,), exactly 0 in a group of equal rewards, and for a NaN reward.
+    Args: as in group_stats. Returns: (B,), exactly 0 in a silent group.
     """
     mean, std = group_stats(rewards, num_generations, correction=correction)              # (P,), (P,)
     centred = rewards - mean.repeat_interleave(num_generations)                           # (B,)
@@ -139,8 +110,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
         scale = 1.0
     else:
         raise ValueError(f"scale_rewards: got {scale_rewards!r}; allowed is 'group', 'batch' or 'none'")
-    advantages = torch.where(centred == 0, 0, centred / scale)          # equal rewards: 0, not 0/0 at eps = 0
-    return advantages.masked_fill(rewards.isnan(), 0)                   # no reward: nothing to learn
+    return torch.where(centred == 0, 0, centred / scale)            # a silent group: 0, not 0/0 at eps = 0
 
 
 def broadcast_advantages(advantages, completion_mask):
@@ -195,6 +165,8 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
     mask = torch.cat([prompt_mask != 0, completion_mask != 0], 1).long()                  # (B, L+T)
+    holes = mask[:, prompt_ids.size(1):].diff(dim=1) > 0
+    assert not holes.any(), "completion_mask: got a row with a hole; allowed is ones, then zeros"
     ids = torch.cat([prompt_ids, completion_ids], 1).long() * mask                        # 0 at padding
     positions = (mask.cumsum(1) - 1).clamp(min=0)                       # 0 is each row's first real token
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
@@ -257,7 +229,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1, never negative. Means over samples of π_θ:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token from π_θ, the
+    text before it held fixed:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0: as a loss it teaches nothing
         k2    biased     ∇KL(π_θ‖π_ref)
@@ -284,7 +257,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
     "dr_grpo": Σ l·m / (B·T_max)           a token weighs the same in every step, so long answers pull more
-    "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole step's mask
+    "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole update's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
     the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
@@ -324,7 +297,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
         They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
-    Gotcha: on-policy the "clip" loss is a mean of -A, and a group's A add up to 0; its gradient is not 0.
+    Gotcha: on-policy the "clip" loss is a mean of -A and often near 0; its gradient, of -A·∇log π, is not.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
@@ -369,7 +342,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 # §8 Variants ----------------------------------------------------------------------------------------------
 
 def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
-    """Weight the REINFORCE loss, -A·log π, by the capped ratio, so that every token keeps a gradient.
+    """Weight the REINFORCE loss, -A·log π, by the capped ratio, so that a capped token keeps its gradient.
 
     l = -sg[min(ρ, ε_high)]·A·log π_θ;  sg: the weight is a constant (detach).
     Source: MiniMax-M1 (arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
@@ -380,7 +353,7 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
 
 
 def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: the gradient is -A·∇ρ at ρ = 1, fades away from it, is never cut off.
+    """Replace the clip by a sigmoid σ: the gradient is -A·∇ρ at ρ = 1 and fades away from it smoothly.
 
     l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at ρ = 1.
     Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
@@ -400,9 +373,46 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     assert step_ends.shape == step_rewards.shape, f"step_ends: got {step_ends.shape}; allowed is (B, S)"
     (B, S), T = step_rewards.shape, completion_mask.size(1)
     assert step_rewards[(step_ends < 0) | (step_ends >= T)].isnan().all(), f"step_ends: allowed is < T = {T}"
-    z = group_advantages(step_rewards.reshape(-1), num_generations * S, correction=correction, eps=eps)
+    groups = step_rewards.reshape(-1, num_generations * S)                                # (P, G·S)
+    z = torch.zeros_like(groups)
+    for i, group in enumerate(groups):
+        real = ~group.isnan()                                                             # (G·S,)
+        steps = group[real]                                                               # (n,)
+        if len(steps) > correction:                                     # else there is nothing to compare
+            z[i][real] = group_advantages(steps, len(steps), correction=correction, eps=eps)
     credited = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)         # (B, S, T)
     return (z.reshape(B, S, 1) * credited).sum(1).masked_fill(completion_mask == 0, 0)       # (B, T)
+
+
+# A reward function is f(prompts=, completions=, completion_ids=, **columns) -> for each completion a number,
+# or None where it does not apply. A completion is a string or, in chat data, a list of {"role", "content"}.
+
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def accuracy_reward(completions, solution, **kwargs):
+    r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
+
+    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} holds, if there
+    is one (it may contain braces, as in \boxed{\frac{1}{2}}, but none within these).
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
+    """
+    answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
+    boxed = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+    boxes = [re.findall(boxed, answer) or [answer] for answer in answers]
+    wanted = ["" if text is None else str(text).strip() for text in solution]
+    return [float(box[-1].strip() == text) if text else None for box, text in zip(boxes, wanted, strict=True)]
+
+
+def think_format_reward(completions, **kwargs):
+    """Give 1 to a text that begins with its only <think>...</think> and then has an answer, else 0.
+
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also accepts a second </think>, and an empty answer.
+    """
+    texts = [text_of(completion) for completion in completions]
+    one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]
+    return [float(one and t.partition("</think>")[2].strip() != "") for one, t in zip(one_thought, texts)]
 
 
 # §9 Sampling ----------------------------------------------------------------------------------------------
@@ -435,9 +445,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
                            past_key_values=cache, use_cache=True)
             logits = output.logits[:, -1].to(logps.dtype) / temperature   # (live, V); at t = 0 still (P, V)
-            cache = getattr(output, "past_key_values", None)
-            if cache is None:
-                raise InputError(f"model: got {type(model).__name__}; allowed is one with past_key_values")
+            cache = output.past_key_values                              # a model without a KV cache has none
             if t == 0:                                                  # each prompt once so far, now G times
                 prompt_of = live // num_generations                                       # (B,)
                 cache.reorder_cache(prompt_of)
@@ -462,8 +470,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     if not logps.isfinite().all():
         raise FloatingPointError(f"the weights or logits of this {type(model).__name__} are not finite")
     completion_mask = make_completion_mask(completion_ids, eos)
-    longest = completion_mask.sum(1).max()                                                # T
-    return tuple(x[:, :longest] for x in (completion_ids, completion_mask, logps, entropies))
+    return tuple(x[:, :t + 1] for x in (completion_ids, completion_mask, logps, entropies))
 
 
 def encode_prompts(tokenizer, prompts, device):
@@ -478,41 +485,62 @@ def encode_prompts(tokenizer, prompts, device):
 
 def all_eos_token_ids(model, tokenizer):
     """All ids that end a completion: the tokenizer's, and those of the model's generation config."""
-    more = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
+    more = numpy.atleast_1d(model.generation_config.eos_token_id)       # a list, a number or None
+    return sorted({tokenizer.eos_token_id, *more.tolist()} - {None})
 
 
 class Rollout(NamedTuple):
-    """The samples of one step."""
+    """Prompts and their completions."""
     rows: list                          # B dicts of the dataset, each prompt's G times
     completions: list                   # B strings, or B lists of messages
     prompt_ids: torch.Tensor            # (B, L), left-padded
     prompt_mask: torch.Tensor           # (B, L)
     completion_ids: torch.Tensor        # (B, T), right-padded
     completion_mask: torch.Tensor       # (B, T)
+    loss_mask: torch.Tensor             # (B, T), the same, or 0 where mask_truncated_completions says so
     logps: torch.Tensor                 # (B, T), the sampler's: not log π_old, but compared with it
     entropies: torch.Tensor             # (B, T), the sampler's
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
 
 
-def sample_rollout(policy, tokenizer, questions, config, step):
-    """Algorithm 1, line 7: sample G answers to each question."""
-    G, T_max, device = config.num_generations, config.max_completion_length, policy.device
+def sample_rollout(policy, tokenizer, questions, config, step=None):
+    """Algorithm 1, line 7: sample G answers to each question; without a step, give one greedy answer."""
+    device, G, uniforms = policy.device, 1, None
+    if step is not None:
+        G = config.num_generations
+        # The numbers follow from (seed, 4, step): a resumed run draws what the whole run would have drawn.
+        # The middle number says what is drawn: 1 sums, 2 the teacher, 3 questions, 4 answers, 5 mini-batches.
+        rng = numpy.random.default_rng([config.seed, 4, step])
+        uniforms = torch.tensor(rng.random((len(questions) * G, config.max_completion_length)), device=device)
     prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
-    # Its numbers follow from (seed, 4, step): a resumed run needs no saved state. 1 to 3 are other draws.
-    rng = numpy.random.default_rng([config.seed, 4, step])
-    uniform = torch.tensor(rng.random((len(questions) * G, T_max)), device=device)            # (B, T_max)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
-            policy, prompt_ids, prompt_mask, max_completion_length=T_max, uniforms=uniform, num_generations=G,
-            eos_token_ids=eos, pad_token_id=tokenizer.pad_token_id, temperature=config.temperature)
+            policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
+            eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
+            temperature=config.temperature, uniforms=uniforms)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
+    terminated = torch.isin(completion_ids, eos).any(1)                                   # (B,)
+    learns = terminated | (not config.mask_truncated_completions)                         # (B,)
+    loss_mask = completion_mask * learns.unsqueeze(1)                                     # (B, T)
     return Rollout([row for row in questions for _ in range(G)], completions,
                    prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
-                   completion_ids, completion_mask, logps, entropies, torch.isin(completion_ids, eos).any(1))
+                   completion_ids, completion_mask, loss_mask, logps, entropies, terminated)
+
+
+def evaluate(policy, tokenizer, dataset, reward_funcs, config):
+    """Answer all prompts greedily, and show four answers. Returns: the first reward function's mean."""
+    rewards = []
+    for start in range(0, len(dataset), config.generation_batch_size):
+        rows = dataset[start:start + config.generation_batch_size]
+        rollout = sample_rollout(policy, tokenizer, rows, config)
+        rewards += compute_rewards(reward_funcs, rollout)[:, 0].tolist()
+        if start == 0:
+            for row, completion, reward in zip(rows[:4], rollout.completions, rewards):
+                print(f"  {text_of(row['prompt'])} {text_of(completion)!r:.90}   reward {reward:g}")
+    return numpy.nanmean(rewards)
 
 
 # §10 Training: Algorithm 1 of the paper -------------------------------------------------------------------
@@ -529,11 +557,12 @@ class GRPOConfig:
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
     weight_decay: float = option(0.0, "AdamW's weight decay, of all weights")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps in all; each samples one batch and makes mu updates")
+    max_steps: int = option(100, "steps in all; each samples one batch and learns from it")
     num_generations: int = option(8, "G, completions for each prompt")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
+    num_iterations: int = option(1, "mu, passes over each batch")
+    num_mini_batches: int = option(1, "parts of a batch in each pass, drawn at random; one update each")
     per_device_train_batch_size: int = option(8, "rows in one forward and backward pass: memory, not maths")
-    num_iterations: int = option(1, "mu, updates on each batch; at 1 the ratio is 1, and nothing clips")
     max_completion_length: int = option(512, "T_max, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring")
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "how token losses are averaged")
@@ -541,7 +570,7 @@ class GRPOConfig:
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, and above it unless epsilon_high is given")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the cap of the ratio (5.0)")
-    delta: float | None = option(None, "caps the unclipped ratio; above 1 + epsilon_high")
+    delta: float | None = option(None, "caps the unclipped ratio; at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "multiply the KL estimate by the ratio (True in TRL)")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
@@ -549,10 +578,10 @@ class GRPOConfig:
     mask_truncated_completions: bool = option(False, "learn nothing from completions without an EOS")
     sync_ref_model: bool = option(False, "refresh the reference model: Algorithm 1's outer iterations")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
-    seed: int = option(42, "of the samples and of the order of the prompts")
+    seed: int = option(42, "of the samples, of the order of the prompts, of the mini-batches")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
-    save_steps: int = option(100, "write a checkpoint every so many steps, and at the end")
+    save_steps: int = option(10, "write a checkpoint every so many steps, and at the end")
 
     def __post_init__(self):
         for name, kind in GRPOConfig.__annotations__.items():
@@ -563,8 +592,28 @@ class GRPOConfig:
             if isinstance(value, str) and name != "output_dir" and value not in get_args(kind):
                 raise InputError(f"{name}: got {value!r}; allowed is one of {get_args(kind)}")
         B, G = self.generation_batch_size, self.num_generations
-        if G < 2 or B % G:
-            raise InputError(f"generation_batch_size: got {B}; allowed is a multiple of num_generations > 1")
+        highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        not_allowed = {                                     # some of these would change nothing, in silence
+            "generation_batch_size: allowed is a multiple of num_generations > 1": G < 2 or B % G > 0,
+            "num_mini_batches: allowed is a divisor of generation_batch_size": B % self.num_mini_batches > 0,
+            "epsilon: allowed is at most 1": self.epsilon > 1,
+            f"delta: allowed with policy_loss clip is at least {highest}":
+                self.delta is not None and (self.policy_loss != "clip" or self.delta < highest),
+            "sync_ref_model: allowed with beta > 0": self.sync_ref_model and self.beta == 0,
+            "use_bias_correction_kl: allowed with beta > 0": self.use_bias_correction_kl and self.beta == 0,
+            "reward_weights: allowed are finite numbers": not numpy.isfinite(self.reward_weights or 0).all()}
+        for message, found in not_allowed.items():
+            if found:
+                raise InputError(f"{message}; got {getattr(self, message.partition(':')[0])}")
+
+
+def loss_options(config):
+    """The arguments of grpo_loss that a config sets."""
+    return dict(
+        beta=config.beta, use_bias_correction_kl=config.use_bias_correction_kl, epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon_high, delta=config.delta, policy_loss=config.policy_loss,
+        importance_sampling_level=config.importance_sampling_level, loss_type=config.loss_type,
+        max_completion_length=config.max_completion_length)
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
@@ -578,30 +627,32 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
           compute_advantages=outcome_advantages):
     """Algorithm 1 of DeepSeekMath, with its line numbers on the right: a generator, which learns as it runs.
 
-    π_old is not a copy of the policy (line 6): log π_old is what the first update computes before its step.
-    Line 12, a reward model that learns, is in worked_examples/iterative_grpo.py.
+    The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
+    Line 6, π_old ← π_θ, copies no weights: log π_old is scored before the first update.
+    Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
         dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
-    Yields: after each step the state, the Rollout and the metrics (of the last update), under TRL's names.
+    Yields: after each step the state, the Rollout and the metrics (means over the updates), TRL's names.
     """
     state = state or initial_state(policy, config)                                        # line 1
     policy.eval()                                               # dropout would change π in every pass
-    while state.step < config.max_steps:                                                  # 2, 4: both loops
+    while state.step < config.max_steps:                                                  # 2, 4
         started = time.perf_counter()
-        if state.reference and config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
+        if config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                          # 3: π_ref ← π_θ
         questions = sample_batch(dataset, config, state.step)                             # 5
         rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        ref_logps = reference_logps(state, rollout, advantages, config) if state.reference else None
-        old_logps = None
-        for _ in range(config.num_iterations):                                            # 10: μ updates; 11
-            logps, update = update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config)
-            if old_logps is None:
-                old_logps = logps           # 6: scored before the first update's step, so under π_old
+        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6
+        ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
+        updates = []
+        for rows in mini_batches(config, state.step):                                     # 10
+            updates.append(update_policy(                                                 # 11
+                policy, state, rollout, rows, advantages, old_logps, ref_logps, config))
         state.step += 1
-        metrics = {"step": state.step, "step_time": time.perf_counter() - started, **update}
+        metrics = {"step": state.step, "step_time": time.perf_counter() - started}
+        metrics |= {name: statistics.mean(update[name] for update in updates) for name in updates[0]}
         metrics |= step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
         yield state, rollout, metrics
 
@@ -609,22 +660,20 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 def initial_state(policy, config, saved=None):
     """What a run carries from step to step beside the policy's weights, new or taken from a checkpoint."""
     from transformers import get_scheduler
-    if any(getattr(module, "gradient_checkpointing", False) for module in policy.modules()):
-        raise InputError("policy: got gradient checkpointing, which eval mode switches off; allowed is none")
-    optimizer = torch.optim.AdamW([weight for weight in policy.parameters() if weight.requires_grad])
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
     reference = copy.deepcopy(policy).eval() if config.beta > 0 else None                 # π_ref
-    if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-    if saved and reference:
-        if saved["reference"] is None:
-            raise InputError(f"beta: got {config.beta}; allowed is 0: the checkpoint has no reference model")
+    saved = saved or {"step": 0, "moments": {}, "reference": None}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["moments"]})
+    if reference and saved["reference"]:
         reference.load_state_dict(saved["reference"])
-    optimizer.param_groups[0] |= {"initial_lr": config.learning_rate, "weight_decay": config.weight_decay}
-    step, mu = saved["step"] if saved else 0, config.num_iterations
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps,
-                              config.max_steps * mu, {"last_epoch": step * mu - 1})  # sets lr; counts updates
-    return SimpleNamespace(             # whole: False between an update and the record of its step: no saving
-        step=step, whole=True, optimizer=optimizer, scheduler=scheduler, reference=reference)
+    step, updates_per_step = saved["step"], config.num_iterations * config.num_mini_batches
+    optimizer.param_groups[0]["initial_lr"] = config.learning_rate      # what the schedule multiplies
+    scheduler = get_scheduler(
+        config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.max_steps * updates_per_step,
+        scheduler_specific_kwargs={"last_epoch": step * updates_per_step - 1})            # counts updates
+    return SimpleNamespace(step=step, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
 def sample_batch(dataset, config, step):
@@ -634,8 +683,12 @@ def sample_batch(dataset, config, step):
     return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
 
 
-def reward_name(reward_func):
-    return getattr(reward_func, "__name__", type(reward_func).__name__)         # a partial has no __name__
+def mini_batches(config, step):
+    """The rows of each update of a step: each of the mu passes splits the batch anew, at random."""
+    for iteration in range(config.num_iterations):
+        rng = numpy.random.default_rng([config.seed, 5, step, iteration])
+        parts = rng.permutation(config.generation_batch_size).reshape(config.num_mini_batches, -1)
+        yield from torch.tensor(parts).sort(1).values                   # one by one, (B / num_mini_batches,)
 
 
 def compute_rewards(reward_funcs, rollout):
@@ -643,112 +696,94 @@ def compute_rewards(reward_funcs, rollout):
     ids = [row[mask != 0].tolist() for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     rewards_per_func = []
     for function in reward_funcs:
-        rows = [copy.deepcopy(row) for row in rollout.rows]             # what a function changes is its own
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        columns |= {"prompts": columns.pop("prompt"), "completions": copy.deepcopy(rollout.completions)}
-        rewards = list(function(**columns | {"completion_ids": copy.deepcopy(ids)}))
+        columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
+        columns["prompts"] = columns.pop("prompt")
+        columns |= {"completions": rollout.completions, "completion_ids": ids}
+        rewards = list(function(**copy.deepcopy(columns)))              # what a function changes is its own
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
-            name = reward_name(function)
-            raise InputError(f"reward function {name}: got {rewards!r:.99}; allowed is {len(ids)} numbers")
+            raise InputError(f"reward function {function.__name__}: got {rewards!r:.99}; "
+                             f"allowed is {len(ids)} finite numbers or None")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
 
-def microbatches(advantages, rollout, config):
-    """The loss mask (B, T); and the indices of the rows that learn, split into passes.
-
-    A row without a token in the mask or, at β = 0, with no advantage but 0 has the gradient 0. It is skipped
-    (no forward, no backward pass). It still counts in B, and its tokens in the mask in N (see aggregate).
+def score_parts(model, rollout, rows, advantages, config):
+    """Score the completions of these rows, as many in one pass as the config says, but skip rows that cost no
+    pass because their gradient is 0: if the loss mask is empty, or if beta = 0 and all advantages are 0.
+    Those still count in the denominators of the loss. Yields: the rows of a part, their log-probs (part, T).
     """
-    mask = rollout.completion_mask
-    if config.mask_truncated_completions:
-        mask = mask * rollout.terminated.unsqueeze(1)
-    learns = mask.any(1) & ((config.beta > 0) | advantages.reshape(len(mask), -1).any(1))
-    parts = learns.nonzero()[:, 0].split(config.per_device_train_batch_size)
-    return mask, [part for part in parts if len(part) > 0]
-
-
-def rollout_logps(model, rollout, part, config):
-    """Score the rows of one part again: (rows, T)."""
+    rows = rows.to(advantages.device)
+    has_advantage = advantages[rows].reshape(len(rows), -1).any(1)                        # (rows,)
+    rows = rows[rollout.loss_mask[rows].any(1) & (has_advantage | (config.beta > 0))]
     inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-        return per_token_logps(model, *[x[part] for x in inputs], temperature=config.temperature)[0]
+    for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
+            logps, _ = per_token_logps(model, *[x[part] for x in inputs], temperature=config.temperature)
+        yield part, logps
 
 
-def reference_logps(state, rollout, advantages, config):
-    """log π_ref of the rows that learn, (B, T)."""
-    ref_logps = torch.zeros_like(rollout.logps)
+def score_rollout(model, rollout, advantages, config):
+    """log π_old or log π_ref, without gradient, of the rows that learn: (B, T); NaN in the others."""
+    scored = torch.full_like(rollout.logps, math.nan)
     with torch.no_grad():
-        for part in microbatches(advantages, rollout, config)[1]:
-            ref_logps[part] = rollout_logps(state.reference, rollout, part, config)
-    return ref_logps
+        for part, logps in score_parts(model, rollout, torch.arange(len(scored)), advantages, config):
+            scored[part] = logps
+    return scored
 
 
-def update_policy(policy, state, rollout, advantages, old_logps, ref_logps, config):
-    """Algorithm 1, line 11: one step of AdamW on the whole batch's loss; the gradients of its parts add up.
-
-    Returns: logps (B, T), scored before the step (in skipped rows the sampler's); metrics.
-    """
-    mask, parts = microbatches(advantages, rollout, config)                               # (B, T)
-    logps = rollout.logps.clone()                                                         # (B, T)
-    metrics = {"loss": 0.0, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0,
-               "clip_ratio/region_mean": 0.0}                           # of a step in which no row learns
+def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
+    """Algorithm 1, line 11: one step of AdamW on the loss of these rows; gradients of parts add up."""
+    mask = rollout.loss_mask                                                              # (B, T)
+    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
     weights = state.optimizer.param_groups[0]["params"]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)          # not None: AdamW would skip it, with its momentum
-    for part in parts:
-        new_logps = rollout_logps(policy, rollout, part, config)                          # (rows, T)
-        logps[part] = new_logps.detach()
+    for weight in weights:      # zeros, not None: AdamW skips a weight without a gradient, but where no row
+        weight.grad = torch.zeros_like(weight)          # learns the weights still move by their momentum
+    for part, logps in score_parts(policy, rollout, rows, advantages, config):
         loss, part_metrics = grpo_loss(
-            new_logps, advantages[part], mask[part],
-            old_logps=None if old_logps is None else old_logps[part],
+            logps, advantages[part], mask[part], old_logps=old_logps[part],
             ref_logps=None if ref_logps is None else ref_logps[part],
-            beta=config.beta, use_bias_correction_kl=config.use_bias_correction_kl,
-            epsilon_low=config.epsilon, epsilon_high=config.epsilon_high, delta=config.delta,
-            policy_loss=config.policy_loss, importance_sampling_level=config.importance_sampling_level,
-            loss_type=config.loss_type, max_completion_length=config.max_completion_length,
-            num_items_in_batch=mask.sum().item(), num_rows_in_batch=len(mask))
+            num_items_in_batch=mask[rows].sum().item(), num_rows_in_batch=len(rows), **loss_options(config))
         loss.backward()
-        metrics["loss"] += loss.item()
-        for name, value in part_metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm or math.inf).item()
+        for name, value in {"loss": loss.item(), **part_metrics}.items():
+            metrics[name] += value
+    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(
+        weights, config.max_grad_norm or math.inf, error_if_nonfinite=True).item()
     metrics["learning_rate"] = state.scheduler.get_last_lr()[0]
-    if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        raise FloatingPointError(f"step {state.step + 1}: the loss or its gradient is not finite: {metrics}")
-    state.whole = False
     state.optimizer.step()
     state.scheduler.step()
-    return logps, metrics
+    return metrics
 
 
 def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
     """What the samples were like, under TRL's names."""
     rewards, mask = combine_rewards(rewards_per_func, config.reward_weights), rollout.completion_mask
     metrics = {
-        "reward": rewards.nanmean(), "reward_std": group_stats(rewards, len(rewards))[1],
-        "frac_reward_zero_std": 1 - (group_stats(rewards, config.num_generations)[1] > 0).float().mean(),
+        "reward": rewards.mean(), "reward_std": rewards.std(),
+        "frac_reward_zero_std": (group_stats(rewards, config.num_generations)[1] == 0).float().mean(),
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),               # the share cut off
         "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens
         # sampler against scorer: if it is more than rounding, a position, temperature or mask is wrong
-        "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().max()}
+        "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().nan_to_num().max()}
     for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
-        metrics[f"rewards/{reward_name(function)}/mean"] = rewards_of_function.nanmean()
+        metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
     return {name: value.item() for name, value in metrics.items()}
 
 
-# Published settings; every other field keeps its default. At num_iterations = 1 ρ is 1, and the clip range,
-# gspo, cispo and sapo do not change the gradient: their papers split a batch into several updates. dapo is
-# without its dynamic sampling and overlong punishment; cispo's cap is ScaleRL's (arXiv:2510.13786).
+# Published settings; every other field keeps its default. The papers split a batch: GSPO and SAPO in 4 parts,
+# DAPO and MiniMax-M1 (cispo) in 16. With one update of a batch ρ is 1: neither the clip range nor gspo, cispo
+# or sapo would change the gradient. dapo is without its dynamic sampling and overlong punishment; cispo's cap
+# is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
-    "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
-                         generation_batch_size=1024, max_completion_length=1024),
+    "deepseekmath": dict(loss_type="grpo", beta=0.04, num_generations=64, generation_batch_size=1024,
+                         max_completion_length=1024),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
-    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
-    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
-    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
-    "sapo": dict(loss_type="grpo", policy_loss="sapo"),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True, num_mini_batches=16),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
+                 num_mini_batches=4),
+    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, num_mini_batches=16),
+    "sapo": dict(loss_type="grpo", policy_loss="sapo", num_mini_batches=4),
 }
 
 
@@ -756,7 +791,7 @@ PRESETS = {
 # --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly forgets the
 # carry (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
-TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, num_generations=8, generation_batch_size=128,
+TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, generation_batch_size=128,
             per_device_train_batch_size=128, max_completion_length=28)
 
 
@@ -798,8 +833,8 @@ def teacher_trace(prompt, forgets_carry):
 
 def cold_start(model, tokenizer, problems, seed, *, steps=500):
     """Supervised learning from the teacher: minimise the mean of -log π over the tokens of its traces."""
-    rng, prompts = numpy.random.default_rng([seed, 2]), [problem["prompt"] for problem in problems]
-    traces = [prompt + teacher_trace(prompt, forgets_carry=rng.random() < 0.9) for prompt in prompts]
+    rng = numpy.random.default_rng([seed, 2])
+    traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.9) for row in problems]
     ids = tokenizer(traces, padding=True, return_tensors="pt")["input_ids"].to(model.device)
     labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)       # -100: no loss
     labels[:, :len("47+85=")] = -100
@@ -812,33 +847,18 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
         optimizer.step()
 
 
-def held_out_accuracy(policy, tokenizer, problems):
-    """The share of right greedy answers; the first four are shown."""
-    prompts, solutions = zip(*[(problem["prompt"], problem["solution"]) for problem in problems])
-    ids, *_ = generate(
-        policy, *encode_prompts(tokenizer, prompts, policy.device), pad_token_id=tokenizer.pad_token_id,
-        eos_token_ids=tokenizer.eos_token_id, max_completion_length=TINY["max_completion_length"])
-    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    right = accuracy_reward(answers, solutions)
-    for i in range(4):
-        print(f"  {prompts[i]}{answers[i]}   {'right' if right[i] else 'wrong, it is ' + solutions[i]}")
-    return sum(right) / len(right)
-
-
 def load_dataset(path):
     """JSON Lines: objects with "prompt" (a text, or messages) and further columns, the same in each line."""
-    with open(path, "rb") as file:                                      # json.loads decodes UTF-8
-        lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
     rows = []
-    for number, line in lines or [(1, b"an empty file")]:               # which is no JSON, and so an error
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            rows.append(json.loads(line))
-            first, prompt = rows[0], rows[-1]["prompt"]
-            assert prompt and isinstance(prompt, (str, list)) and type(prompt) is type(first["prompt"])
-            assert rows[-1].keys() == first.keys()
+            rows.append(json.loads(line))                               # it decodes UTF-8
+            prompt = rows[-1]["prompt"]
+            assert prompt and type(prompt) is type(rows[0]["prompt"]) and rows[-1].keys() == rows[0].keys()
         except (ValueError, TypeError, KeyError, AssertionError) as error:
-            raise ValueError(f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.80}; "
+            raise InputError(f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.80}; "
                              "allowed is a prompt, text or messages, and the keys of line 1") from error
+    assert rows, f"dataset: got {path}, an empty file"
     return rows
 
 
@@ -857,51 +877,38 @@ def load_reward_func(name):
     """A reward function: built in, or f of a file of the user's as my_rewards.py:f."""
     functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
-    if path.endswith(".py") and os.path.isfile(path):
+    if os.path.isfile(path):
         folder, file = os.path.split(os.path.abspath(path))
         sys.path.insert(0, folder)                                      # it may import its neighbours
-        module = importlib.import_module(file.removesuffix(".py"))
-        if getattr(module, "__file__", None) == os.path.join(folder, file):         # not another of its name
-            functions[name] = getattr(module, function, None)
+        functions[name] = getattr(importlib.import_module(file.removesuffix(".py")), function, None)
     if functions.get(name) is None:
         raise InputError(f"reward_funcs: got {name}; allowed is accuracy, think_format, unique_name.py:f")
     return functions[name]
 
 
-def save_checkpoint(policy, tokenizer, state, folder):
-    """Write folder/checkpoint, in Hugging Face format; the old one goes when the new one is whole."""
-    if not all(weight.isfinite().all() for weight in policy.parameters()):
-        raise FloatingPointError(f"the weights after step {state.step} are not finite; they are not saved")
-    target = os.path.realpath(f"{folder}/checkpoint")                   # it may be a link
-    new, old = f"{target}.new", f"{target}.old"
-    saved = {"step": state.step, "optimizer": state.optimizer.state_dict(),
-             "reference": state.reference and state.reference.state_dict()}
-    try:
-        policy.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        shutil.copy(f"{folder}/metrics.jsonl", new)
-        torch.save(saved, f"{new}/trainer_state.pt")
-        if os.path.isdir(target):
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(target, old)
-        os.rename(new, target)
-        shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:                                          # a full disk has many names
-        raise InputError(f"output_dir: cannot write {new} ({error}); an older one stays, if any") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)                          # after an error or Ctrl-C
-
-
 def make_output_dir(folder, checkpoint):
-    """Claim the folder of this run: new or empty, or the one of the checkpoint from which it goes on."""
-    home = os.path.dirname(os.path.abspath(checkpoint)) if checkpoint else None
+    """The folder of a run: a new or empty one, or the one of the checkpoint from which it goes on."""
+    home = Path(checkpoint).resolve().parent if checkpoint else None
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
-    folder = folder or home or next(name for name in names if not os.path.exists(name))
-    os.makedirs(folder, exist_ok=True)
-    if os.path.abspath(folder) != home:
-        assert not os.listdir(folder), f"output_dir: got {folder}; allowed is a new or empty folder"
-        open(f"{folder}/metrics.jsonl", "x").close()                    # an error if another run was faster
+    folder = Path(folder or home or next(name for name in names if not os.path.exists(name)))
+    folder.mkdir(parents=True, exist_ok=True)
+    is_free = not os.listdir(folder) or folder.resolve() == home
+    assert is_free, f"output_dir: got {folder}; allowed is a new or empty folder"
     return folder
+
+
+def save_checkpoint(policy, tokenizer, state, folder):
+    """Write folder/checkpoint-STEP in Hugging Face's format, under another name until it is whole."""
+    target = Path(folder, f"checkpoint-{state.step}")
+    policy.save_pretrained(f"{target}.new")
+    tokenizer.save_pretrained(f"{target}.new")
+    saved = {"step": state.step, "moments": state.optimizer.state_dict()["state"],
+             "reference": state.reference and state.reference.state_dict()}
+    torch.save(saved, f"{target}.new/trainer_state.pt")
+    shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")             # the lines up to this step
+    os.rename(f"{target}.new", target)
+    for path in set(target.parent.glob("checkpoint-*")) - {target}:     # older ones, and what a kill left
+        shutil.rmtree(path)
 
 
 def parse_options(argv):
@@ -910,10 +917,11 @@ def parse_options(argv):
     parser = HfArgumentParser(GRPOConfig, prog="grpo.py", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
+    parser.add_argument("--eval_dataset", help="such a file, answered greedily before and after training")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
-                        "; accuracy compares texts, worked_examples/math_reward.py numbers and formulas")
+                        "; accuracy compares texts, worked_examples/scripts/math_reward.py numbers, formulas")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
-    parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
+    parser.add_argument("--resume_from_checkpoint", help="the checkpoint-STEP folder of this command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
@@ -923,62 +931,59 @@ def parse_options(argv):
 def run(config, options, argv):
     """The job of a command line, from what the user gave to the last line of output."""
     is_tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
-    torch.set_num_threads(1 if is_tiny else torch.get_num_threads())    # several would wait for each other
+    if is_tiny:
+        torch.set_num_threads(1)                                        # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
-    try:
+    try:                                                                # all that can be wrong with the input
         assert is_tiny == (options.dataset is None), "dataset: allowed is --dataset FILE.jsonl, none for tiny"
-        assert len(config.reward_weights or reward_funcs) == len(reward_funcs), "reward_weights: one each"
         dataset, held_out = tiny_problems(config.seed) if is_tiny else (load_dataset(options.dataset), [])
-        assert "accuracy" not in options.reward_funcs or "solution" in dataset[0], "dataset: has no solution"
-        if checkpoint and not os.path.isdir(checkpoint):
-            checkpoint = os.path.abspath(checkpoint) + ".old"           # a kill came between the two renames
-        if checkpoint:
-            saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
+        if options.eval_dataset:
+            held_out = load_dataset(options.eval_dataset)
+        assert len(config.reward_weights or reward_funcs) == len(reward_funcs), "reward_weights: one each"
+        for row in dataset[:1] + held_out[:1]:
+            assert "accuracy" not in options.reward_funcs or "solution" in row, "dataset: has no solution"
         policy, tokenizer = load_model(checkpoint or options.model, config.seed)
-        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in dataset)
+        rows = dataset + held_out
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in rows)
         room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
+        if checkpoint:
+            saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         folder = make_output_dir(config.output_dir, checkpoint)
     except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        if is_tiny and not checkpoint:
-            cold_start(policy, tokenizer, dataset, config.seed)
-        if is_tiny:
-            print("at the checkpoint:" if checkpoint else "before GRPO:")
-            before = held_out_accuracy(policy, tokenizer, held_out)
-        state = initial_state(policy, config, saved)
-        if checkpoint:
-            shutil.copy(f"{checkpoint}/metrics.jsonl", folder)
-        steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-        log_and_save(steps, policy, tokenizer, state, config, folder)
-    finally:
-        done = Path(folder, "metrics.jsonl").read_text().count("\n")
-        if done == 0:
-            os.remove(f"{folder}/metrics.jsonl")                        # the folder is free again
-        elif done < config.max_steps and os.path.isdir(f"{folder}/checkpoint"):
-            again = ["python", sys.argv[0], *argv, "--resume_from_checkpoint", f"{folder}/checkpoint"]
-            print(f"stopped in step {done + 1}; to go on: {shlex.join(again)}")
-    print(f"metrics.jsonl and checkpoint are in {folder}")
-    if is_tiny:
-        print("after GRPO:")
-        after = held_out_accuracy(policy, tokenizer, held_out)
-        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
-
-
-def log_and_save(steps, policy, tokenizer, state, config, folder):
-    """Log each step of train; save some steps and the last one, also after an error, but never mid-step."""
+    if is_tiny and not checkpoint:
+        cold_start(policy, tokenizer, dataset, config.seed)
+    state = initial_state(policy, config, saved)
+    if checkpoint:
+        shutil.copy(f"{checkpoint}/metrics.jsonl", folder)              # forget the steps after it
+    if held_out:
+        print(f"before step {state.step + 1}:")
+        before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
         for _, _, metrics in tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
-            with open(f"{folder}/metrics.jsonl", "a") as file:
-                print(json.dumps({k: None if math.isnan(x) else x for k, x in metrics.items()}), file=file)
-            state.whole = True
-            if state.step % config.save_steps == 0 and state.step < config.max_steps:
+            with open(folder / "metrics.jsonl", "a") as file:
+                print(json.dumps(metrics), file=file)
+            if state.step % math.ceil(config.max_steps / 10) == 0:
+                tqdm.write("  step {step}: reward {reward:.2f}, entropy {entropy:.2f}, clipped "
+                           "{clip_ratio/region_mean:.1%}".format_map(metrics))
+            if state.step % config.save_steps == 0 or state.step == config.max_steps:
                 save_checkpoint(policy, tokenizer, state, folder)
-    finally:
-        if state.whole and state.step > 0:
-            save_checkpoint(policy, tokenizer, state, folder)
+    except BaseException:                                               # Ctrl-C, too
+        from transformers.trainer_utils import get_last_checkpoint
+        last = get_last_checkpoint(folder) or checkpoint
+        if last:
+            again = shlex.join(["python", sys.argv[0], *argv, "--resume_from_checkpoint", last])
+            print(f"stopped in step {state.step + 1}; to go on after step {last.rpartition('-')[2]}: {again}")
+        raise
+    print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
+    if held_out:
+        print(f"after step {state.step}:")
+        after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+        name = options.reward_funcs[0]
+        print(f"held-out {name}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
 
 
 def main(argv=None):
