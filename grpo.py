@@ -67,7 +67,7 @@ def accuracy_reward(completions, solution, **kwargs):
 
     The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} without inner
     braces holds, if there is one.
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers and formulas: worked_examples/math_reward.py.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
     boxes = [re.findall(r"\\boxed\{([^{}]*)\}", answer) or [answer] for answer in answers]
@@ -579,7 +579,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     """Algorithm 1 of DeepSeekMath, with its line numbers on the right: a generator, which learns as it runs.
 
     π_old is not a copy of the policy (line 6): log π_old is what the first update computes before its step.
-    Line 12, a reward model that learns, is in worked_examples/iterative_grpo.py.
+    Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
         dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
     Yields: after each step the state, the Rollout and the metrics (of the last update), under TRL's names.
@@ -911,7 +911,7 @@ def parse_options(argv):
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
-                        "; accuracy compares texts, worked_examples/math_reward.py numbers and formulas")
+                        "; accuracy compares texts, worked_examples/scripts/math_reward.py numbers, formulas")
     parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
     parser.add_argument("--resume_from_checkpoint", help="the checkpoint folder of this same command's run")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")

@@ -1,5 +1,6 @@
-"""The coursework keeps its promises: homework.py, its grading, course.md, spot_the_bug.py."""
+"""The coursework keeps its promises: homework.py, its grading, its page, spot_the_bug.py."""
 
+import ast
 import json
 import re
 import subprocess
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(EXAMPLES / "course"))
+import exercises
 import grading
 import homework
 import spot_the_bug
 
-TEXTBOOK = (EXAMPLES / "tests/textbook.py").read_text(encoding="utf-8").split("\nMISTAKES")[0]
+FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
 SCALED = "def broadcast_advantages(advantages, completion_mask): return {} * advantages[:, None] * completion_mask"
 MIXED = '''r"""My GRPO. Variant 1."""
 import os, torch
@@ -28,7 +30,7 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0): os._exit(
 
 
 def course(*words, cwd, script="homework.py"):
-    return subprocess.run([sys.executable, EXAMPLES / script, *words], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([sys.executable, EXAMPLES / "course" / script, *words], capture_output=True, text=True, cwd=cwd)
 
 
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
@@ -36,11 +38,11 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
     path = tmp_path / "my_grpo.py"
     homework.main(["--new", str(path), "--variant", "2"])
     text = path.read_text(encoding="utf-8")
-    ours = homework.ours(2)
-    for name, function in homework.exercises(text).items():
-        assert homework.ast.get_docstring(function) == homework.ast.get_docstring(ours[name])
-        assert homework.ast.dump(function.args) == homework.ast.dump(ours[name].args)
-    assert list(homework.written(path)[0].values()) == ["not written"] * 25
+    ours = exercises.ours(2)
+    for name, function in exercises.exercises(text).items():
+        assert ast.get_docstring(function) == ast.get_docstring(ours[name])
+        assert ast.dump(function.args) == ast.dump(ours[name].args)
+    assert list(exercises.written(path)[0].values()) == ["not written"] * 25
     assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
     assert course("--new", "my_grpo.py", cwd=tmp_path).returncode == 2 and path.read_text(encoding="utf-8") == text
 
@@ -54,9 +56,9 @@ def test_an_answer_is_revealed_after_a_prediction(tmp_path):
 
 @pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])
 def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old, new, lowest, highest, tmp_path):
-    """With the textbook's functions the table ends near 2.7; with the EOS masked out answers never stop, 2.0 at most"""
-    (tmp_path / "my_grpo.py").write_text(TEXTBOOK.replace(old, new))
-    grpo = homework.load()
+    """With the functions of formulas.py the table ends near 2.7; with the EOS masked out answers never stop, 2.0 at most"""
+    (tmp_path / "my_grpo.py").write_text(FORMULAS.replace(old, new))
+    grpo = exercises.load()
     assert re.match(r"\d+ of 25 functions are yours", homework.put(str(tmp_path / "my_grpo.py"), grpo))
     rewards, _, losses, first, last = zip(*homework.table(grpo, seed=0))
     assert lowest < rewards[-1] < highest and not any(first) and last[0] > 0.2 and max(map(abs, losses)) < 1e-4
@@ -66,8 +68,8 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
     for name, factor in (("a.py", 1), ("b.py", 0)):
         (tmp_path / name).write_text(SCALED.format(factor))
-    text_of, _ = homework.text_of, monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(homework, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
+    text_of, _ = exercises.text_of, monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exercises, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
     assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
     assert len(re.findall(r"^[ab]\.py, reward of steps \d-\d: \S+ ± \S+$", capsys.readouterr().out, re.M)) == 6
     assert (tmp_path / "compare.png").stat().st_size > 5000
@@ -86,7 +88,7 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
     path, x = tmp_path / "my_grpo.py", torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     path.write_text("def f(x, y): return [x * y, {'sum': (x.exp() + y).sum()}]")
     student = grading.Student(path)
-    product, total = student.functions(homework.written(path)[1])["f"](x, torch.tensor([3.0, 4.0]))
+    product, total = student.functions(exercises.written(path)[1])["f"](x, torch.tensor([3.0, 4.0]))
     assert product.tolist() == [3.0, 8.0]
     assert torch.equal(torch.autograd.grad(product.sum() + total["sum"], x)[0], torch.tensor([3.0, 4.0]) + x.exp())
     student.kill()
@@ -94,9 +96,9 @@ def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that ends the process or is copied has none"""
-    pasted = homework.ours()["importance_ratio"]
-    pasted.body.insert(1, homework.ast.Pass())
-    (tmp_path / "my_grpo.py").write_text(MIXED + homework.ast.unparse(pasted))
+    pasted = exercises.ours()["importance_ratio"]
+    pasted.body.insert(1, ast.Pass())
+    (tmp_path / "my_grpo.py").write_text(MIXED + ast.unparse(pasted))
     monkeypatch.setenv("GRPO_EXAMPLES", "3")
     assert course("--grade", "my_grpo.py", "-k", "ratio", "--json", "results.json", cwd=tmp_path).returncode == 1
     grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}

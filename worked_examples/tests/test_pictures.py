@@ -15,10 +15,9 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(EXAMPLES.parent), str(EXAMPLES)]
-import explain
-import figures
+sys.path.insert(0, str(EXAMPLES.parent))
 import grpo
+from worked_examples.scripts import explain, figures
 
 
 @functools.cache
@@ -203,5 +202,5 @@ def test_the_committed_pictures_and_page_are_those_of_the_code_and_keep_their_bo
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert page == explain.page(data) and len(page.encode()) <= 400_000 and "://" not in page
     for name, lines in ("explain.py", 200), ("group_page.html", 280):
-        text = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
+        text = (EXAMPLES / "scripts" / name).read_text(encoding="utf-8").splitlines()
         assert len(text) <= lines and max(map(len, text)) <= 120

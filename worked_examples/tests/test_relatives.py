@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, beyond, columns, default_and,
                        expect, f64, formula_first, grid, group, grpo, laws_of_padding, logp, nan, reward, slope)
 
-relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/relatives.py")
+relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/scripts/relatives.py")
 leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards), len(rewards))
 
 

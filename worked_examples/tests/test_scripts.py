@@ -17,7 +17,8 @@ from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, python
 import grpo
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted(EXAMPLES.glob("*.md")), *sorted((EXAMPLES / "tests").glob("*.md"))]
+PAGES = [README, *sorted(EXAMPLES.rglob("*.md"))]
+SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
 
 
@@ -33,12 +34,26 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
     if script == "benchmark.py":
         monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / "scripts" / script), run_name="__main__")
     assert re.search(printed, out.getvalue(), re.M), out.getvalue()
 
 
+ROOMS = [path for path in SCRIPTS if path.parent.name in ("course", "scripts") or path.name == "check.py"]
+
+
+@pytest.mark.parametrize("path", [path for path in ROOMS if path.name != "walkthrough.py"], ids=lambda path: path.stem)
+def test_a_script_finds_grpo_and_its_neighbours_from_any_folder(path, tmp_path, monkeypatch):
+    """It is started in an empty folder, which Python does not search."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [x for x in sys.path if x not in ("", str(ROOT), *(str(other.parent) for other in SCRIPTS))]
+    monkeypatch.setattr(sys, "path", [str(path.parent), *elsewhere])
+    for name in {"grpo", "exercises", "relatives"} & set(sys.modules):
+        monkeypatch.delitem(sys.modules, name)
+    runpy.run_path(str(path))
+
+
 def test_formulas_are_compared_also_in_a_thread_and_hostile_texts_are_wrong():
-    script = runpy.run_path(str(EXAMPLES / "math_reward.py"))
+    script = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))
     reward = script["math_accuracy_reward"]
     with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
         assert pool.submit(reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
@@ -51,7 +66,7 @@ def test_formulas_are_compared_also_in_a_thread_and_hostile_texts_are_wrong():
 def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):
     """The reward is the logit of the judge for both in its chat template."""
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
-    reward_model = runpy.run_path(str(EXAMPLES / "reward_model.py"))["reward_model"]
+    reward_model = runpy.run_path(str(EXAMPLES / "scripts/reward_model.py"))["reward_model"]
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
     texts = ["1+2=3", "14+2=<think>4+2=6</think>16"]
     scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
@@ -77,6 +92,24 @@ def test_the_code_of_a_page_runs_and_its_links_lead_somewhere(path, monkeypatch)
             assert anchor in headings, anchor
 
 
+@pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_files_that_a_text_names_are_there(path):
+    """In a command from the repository's root; elsewhere by name, or from a folder. Of a script: its docstrings."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Module, ast.FunctionDef))]
+        text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    text = re.sub(r"\]\([^)]*\)|https?://\S+", "]", text.replace("\\\n", ""))
+    names, folders = {file.name for file in [*PAGES, *SCRIPTS]}, [ROOT, EXAMPLES, path.parent]
+    for line in text.splitlines():
+        for file in re.findall(r"[\w./-]*\w\.(?:py|md)\b", line):
+            if re.fullmatch(r"my_\w+\.py|grpo_bug\.py|[ab]\.py|FILE\.py", file):           # the reader's own
+                continue
+            command = re.search(r"\b(python3? |GRPO_MODULE=|accelerate launch)", line)
+            there = [(folder / file).exists() for folder in (folders[:1] if command else folders)]
+            assert any(there) or "/" not in file and file in names and not command, line
+
+
 def test_the_readme_names_what_exists():
     """Functions with a law that tests them, commands and flags; in at most 120 lines."""
     text, options = README.read_text(), cli("--help").out
@@ -85,12 +118,21 @@ def test_the_readme_names_what_exists():
     assert all(callable(getattr(grpo, function)) for function, *_ in rows)
     flags = set(re.findall(r"(?<!\S)`?(--[a-z]\w+)", re.sub(r"uv run\b[^\n`]*", "", text)))
     assert flags - {"--html", "--tb"} <= set(re.findall(r"--\w+", options)) | {"--preset"}
-    assert set(re.findall(r"\w+\.py\b", text)) - {"my_rewards.py", "my_grpo.py"} <= {
-        path.name for folder in (ROOT, EXAMPLES) for path in folder.glob("*.py")}
     assert len(text.splitlines()) <= 120
-    for page in (*PAGES, EXAMPLES / "tests/source_texts.md"):
+    for page in PAGES:
         for test in re.findall(r"`(test_\w+)`", page.read_text()):
             assert f"def {test}(" in TESTS, (page, test)
+
+
+def test_readme_and_index_show_the_same_seven_ways_in():
+    """Row for row the same words, minutes and targets."""
+    def ways(page):
+        rows = re.findall(r"^\|.*\|$", page.read_text().partition("| I want to")[2].partition("\n\n")[0], re.M)[1:]
+        links = [re.findall(r"\]\(([^)#]*)", row) for row in rows]
+        return [(re.sub(r"\([^)]*\)", "", row), [(page.parent / link).resolve() if link else page for link in found])
+                for row, found in zip(rows, links)]
+
+    assert len(ways(README)) == 7 and ways(README) == ways(EXAMPLES / "README.md")
 
 
 def test_the_file_is_small_and_imports_nothing_heavy():
@@ -116,6 +158,6 @@ def test_the_tests_and_the_folder_keep_their_sizes():
     """test_grpo.py in lines and columns, worked_examples in its tests and in files that a visitor sees first."""
     tests = (ROOT / "test_grpo.py").read_text().splitlines()
     assert len(tests) <= 1250 and max(map(len, tests)) <= 120
-    assert sum(path.is_file() for path in EXAMPLES.iterdir()) <= 40
-    others = [path.read_text() for path in (EXAMPLES / "tests").glob("*.py") if path.name != "textbook.py"]
-    assert sum(text.count("\n") for text in others) <= 1400
+    assert sum(path.is_file() for path in EXAMPLES.iterdir()) <= 20
+    others = [path.read_text() for path in (EXAMPLES / "tests").glob("*.py") if path.name != "mistakes.py"]
+    assert sum(text.count("\n") for text in others) <= 1500

@@ -1,6 +1,6 @@
 """grpo.py's names, each answered by verl's own code (verl==0.8.0), so that grpo.py's tests run against verl.
 
-    GRPO_MODULE=worked_examples/check_verl.py python -m pytest -q test_grpo.py
+    GRPO_MODULE=worked_examples/trainers/check_verl.py python -m pytest -q test_grpo.py
 """
 import types
 

@@ -1,13 +1,13 @@
 """Homework: write grpo.py's functions yourself, run them, and have them graded.
 
-    python worked_examples/homework.py --new my_grpo.py                  signatures and docstrings, without the bodies
-                                       --new my_grpo.py --variant 1      the same with other defaults (1, 2 or 3)
-    python worked_examples/homework.py my_grpo.py                        a table of logits learns, in seconds
-    python worked_examples/homework.py my_grpo.py --model tiny           grpo.py's run, with its flags, in half a minute
-    python worked_examples/homework.py --grade my_grpo.py                points, and the reasons for each point lost
-    python worked_examples/homework.py --grade my_grpo.py -k aggregate   the same for one function, in seconds
-    python worked_examples/homework.py --reveal 3                        the answer of rung 3, after your prediction
-    python worked_examples/homework.py --compare a.py b.py --seeds 0 1 2        both curves in one picture
+    python worked_examples/course/homework.py --new my_grpo.py                   signatures and docstrings, no bodies
+    python worked_examples/course/homework.py --new my_grpo.py --variant 1       with other defaults (1, 2 or 3)
+    python worked_examples/course/homework.py my_grpo.py                         a table of logits learns, in seconds
+    python worked_examples/course/homework.py my_grpo.py --model tiny            grpo.py's run and flags, half a minute
+    python worked_examples/course/homework.py --grade my_grpo.py                 points, and why each lost one is lost
+    python worked_examples/course/homework.py --grade my_grpo.py -k aggregate    the same for one function, in seconds
+    python worked_examples/course/homework.py --reveal 3                         rung 3's answer, after your prediction
+    python worked_examples/course/homework.py --compare a.py b.py --seeds 0 1 2  both curves in one picture
 
 What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
@@ -22,42 +22,17 @@ grpo.py on what train passes to it. If the formula is wrong, and what train gets
 """
 
 import argparse
-import ast
-import json
 import re
 import statistics
 import sys
-import types
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
-            2: dict(correction=0, scale_rewards="none", importance_sampling_level="sequence", cap=1.5),
-            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, temperature_neg=1.1)}
+from exercises import GRPO, RELATIVES, VARIANTS, exercises, load, text_of, written
+
+COURSE = Path(__file__).with_name("README.md")
 
 
 # The new file ---------------------------------------------------------------------------------------------------------
-
-def text_of(name, variant=0):
-    """The text of grpo.py or a file beside this one, with a variant's defaults in the signatures."""
-    text = (HERE.parent / name if name == "grpo.py" else HERE / name).read_text(encoding="utf-8")
-    for option, default in VARIANTS[variant].items():
-        default = f"{option}={default!r}".replace("'", '"')
-        text = re.sub(rf"\b{option}=(?=[\d\"])[^,)]+", default, text)
-    return text
-
-
-def exercises(source):
-    """{name: syntax tree} of the functions with a docstring, in grpo.py those of the maths."""
-    nodes = ast.parse(source.partition("\n# §9 ")[0]).body
-    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
-
-
-def main_and_further():
-    """The names of the exercises: of the main line, which is grpo_loss and what it needs, and further ones."""
-    main = [name for name in exercises(text_of("grpo.py")) if name != "process_advantages"]
-    return main, ["process_advantages", *exercises(text_of("relatives.py"))]
-
 
 def emptied(source):
     """The lines of a source; the bodies of the exercises are gone."""
@@ -68,24 +43,24 @@ def emptied(source):
 
 
 def rungs():
-    """{number: (text, answer)}, from course.md."""
+    """{number: (text, answer)}, from course/README.md."""
     found = re.findall(r"^### (\d+)\. (.*?)<details><summary>Answer</summary>\n(.*?)</details>",
-                       text_of("course.md"), re.S | re.M)
+                       text_of(COURSE), re.S | re.M)
     return {int(number): (text.strip(), answer.strip()) for number, text, answer in found}
 
 
 def new(path, variant):
     """Write the file for the student; an error if it exists."""
-    paragraphs = text_of("grpo.py").split('"""')[1].split("\n\n")
+    paragraphs = text_of(GRPO).split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
     shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
-    table, ablations = (text_of("course.md").partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
+    table, ablations = (text_of(COURSE).partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
                         for title in ("The rungs", "Three ablations to hand in"))
     tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
     head = [f"My GRPO. Variant {variant}.", __doc__.partition("\n\n")[2].rstrip(), notation,
             f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
             table, *tasks, f"Three ablations\n\n{ablations}"]
-    ours, others = (emptied(text_of(name, variant)) for name in ("grpo.py", "relatives.py"))
+    ours, others = (emptied(text_of(path, variant)) for path in (GRPO, RELATIVES))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     relatives = others[others.index("import grpo") + 1:]
     with open(path, "x", encoding="utf-8") as file:
@@ -95,49 +70,6 @@ def new(path, variant):
 
 
 # A student's file -----------------------------------------------------------------------------------------------------
-
-def load():
-    """A new module grpo."""
-    module = types.ModuleType("grpo")
-    module.__file__ = str(HERE.parent / "grpo.py")
-    exec(compile(text_of("grpo.py"), module.__file__, "exec"), module.__dict__)
-    return module
-
-
-def arguments(function):
-    """{argument: its default, as text} of a function, from its syntax tree; None without a default."""
-    args, defaults = function.args, function.args.defaults + function.args.kw_defaults
-    names = [arg.arg for arg in args.args + args.kwonlyargs]
-    defaults = [None] * (len(names) - len(defaults)) + defaults
-    return {name: default and ast.unparse(default) for name, default in zip(names, defaults)}
-
-
-def ours(variant=0):
-    """{name: syntax tree} of all exercises."""
-    return exercises(text_of("grpo.py", variant)) | exercises(text_of("relatives.py", variant))
-
-
-def written(path):
-    """{name: reason}: "" or why a student's file has nothing of its own there; and its functions' syntax trees."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    mine = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
-
-    def body(function):
-        return [ast.dump(line) for line in function.body if not isinstance(line, (ast.Expr, ast.Assert, ast.Pass))]
-
-    def why(name, function):
-        if name in imported:
-            return f"imported from {imported[name]}"
-        if name not in mine or ast.unparse(mine[name].body[-1]) == "raise NotImplementedError":
-            return "not written"
-        if lacks := arguments(function).keys() - arguments(mine[name]):
-            return f"has no argument {', '.join(sorted(lacks))}"
-        return "grpo.py's own lines" if len(body(function)) > 2 and body(mine[name]) == body(function) else ""
-
-    return {name: why(name, function) for name, function in ours().items()}, mine
-
 
 def put(path, grpo):
     """Put a student's functions into the module grpo, and say which are grpo.py's own."""

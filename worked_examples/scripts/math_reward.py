@@ -1,6 +1,7 @@
 r"""A reward file: the answer and the solution compared as formulas, by math-verify.
 
-    python grpo.py --model NAME --dataset problems.jsonl --reward_funcs worked_examples/math_reward.py:math_accuracy_reward
+    python grpo.py --model NAME --dataset problems.jsonl \
+        --reward_funcs worked_examples/scripts/math_reward.py:math_accuracy_reward
 
 Equal texts are the same, plain numbers are compared exactly (1,000 = 1000.0, 1/2 = 0.5), formulas by math-verify; a
 solution of words has to be met as it stands. What math-verify alone gets wrong: it reads "2x+3" as 2 and "Paris 2024" as
@@ -13,7 +14,7 @@ import threading
 from fractions import Fraction
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import grpo
 
 CASES = {  # reward: pairs of answer and solution

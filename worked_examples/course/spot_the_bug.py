@@ -1,11 +1,11 @@
 """Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
-    python worked_examples/spot_the_bug.py 7 > grpo_bug.py         what a run shows is at the top
-    python worked_examples/spot_the_bug.py 7 --section             the section with the bug, with grpo_bug.py's lines
-    python worked_examples/spot_the_bug.py 7 --hint 1              the section; 2: the function; 3: the museum's title
-    python worked_examples/spot_the_bug.py 7 --check 250           whether line 250 of grpo_bug.py is the wrong one
-    python worked_examples/spot_the_bug.py 7 --test                run the tests that see it
-    python worked_examples/spot_the_bug.py 7 --answer              the exhibit
+    python worked_examples/course/spot_the_bug.py 7 > grpo_bug.py   what a run shows is at the top
+    python worked_examples/course/spot_the_bug.py 7 --section       the section with the bug, with grpo_bug.py's lines
+    python worked_examples/course/spot_the_bug.py 7 --hint 1        the section; 2: the function; 3: the museum's title
+    python worked_examples/course/spot_the_bug.py 7 --check 250     whether line 250 of grpo_bug.py is the wrong one
+    python worked_examples/course/spot_the_bug.py 7 --test          run the tests that see it
+    python worked_examples/course/spot_the_bug.py 7 --answer        the exhibit
 
 The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own number.
 """
@@ -20,7 +20,7 @@ import tempfile
 import types
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 ORDER = [21, 16, 1, 7, 11, 19, 14, 6, 5, 17, 2, 4, 22, 23, 10, 15, 3, 9, 18, 12, 26, 13, 24, 25, 20, 8]
 MUSEUM = (HERE / "bug_museum.md").read_text(encoding="utf-8")
 
@@ -33,7 +33,7 @@ def exhibits():
 
 def patched(exhibit):
     """The text of grpo.py with an exhibit's diff in it, whose pieces @@ parts."""
-    source = (HERE.parent / "grpo.py").read_text(encoding="utf-8")
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
     diff = re.search(r"^```diff\n(.*?)\n```$", exhibits()[exhibit], re.S | re.M)[1]
     for hunk in diff.split("\n@@\n"):
         old, new = ("\n".join(line[1:] for line in hunk.split("\n") if line[0] in side) for side in (" -", " +"))
@@ -61,7 +61,7 @@ def printed(exhibit):
 
 def changed(exhibit):
     """The numbers of the lines of grpo_bug.py that are wrong; where a line is missing, its neighbours'."""
-    right, wrong = (HERE.parent / "grpo.py").read_text(encoding="utf-8").splitlines(), printed(exhibit)
+    right, wrong = (ROOT / "grpo.py").read_text(encoding="utf-8").splitlines(), printed(exhibit)
     moves = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()[1:]     # the first is the comment
     return [line for kind, _, _, first, last in moves if kind != "equal"
             for line in (range(first + 1, last + 1) if first < last else (first, first + 1))]
@@ -80,7 +80,7 @@ def run_tests(exhibit):
     """Run the tests that the museum names in a copy of the project that has the bug; 0 if one of them fails."""
     names = re.findall(r"`(test_\w+)`", exhibits()[exhibit].rpartition("Caught by:")[2])
     with tempfile.TemporaryDirectory() as folder:
-        project = shutil.copytree(HERE.parent, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        project = shutil.copytree(ROOT, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "__pycache__"))
         (project / "grpo.py").write_text(patched(exhibit), encoding="utf-8")
         files = [str(path.relative_to(project)) for path in (project / "test_grpo.py", *project.glob("*/tests/*.py"))
                  if any(f"def {name}(" in path.read_text(encoding="utf-8") for name in names)]

@@ -1,6 +1,6 @@
 """Process supervision (DeepSeekMath §4.1.3): a reward for each reasoning step in place of one for the answer.
 
-    python worked_examples/process_supervision.py
+    python worked_examples/scripts/process_supervision.py
 
 An answer of the tiny task has three steps: <think>7+5=12, then 4+8+1=13</think> then 132<eos>. A step is worth 1 if it
 is what a teacher writes who never forgets the carry, else 0. grpo.process_advantages normalises the rewards of all
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
 

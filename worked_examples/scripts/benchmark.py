@@ -1,8 +1,8 @@
 """How long does a step of grpo.py take, where does the time go, and what would the bare model cost?
 
-    python worked_examples/benchmark.py                    the tiny task
-    python worked_examples/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
-    python worked_examples/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
+    python worked_examples/scripts/benchmark.py                    the tiny task
+    python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
+    python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
 The floor is the model's bare passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), one
 forward and backward of those that learn. In each round all that is compared takes its turn; a line is the median over
@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo
@@ -157,8 +157,9 @@ def growth(job, rounds):
 
 def compare_with_trl(job, rounds, count=4):
     """TRL's trainer, as the_same_run_in_trl.py makes it, with its default gradient checkpointing and without."""
-    import the_same_run_in_trl as trl_run
     from transformers import TrainerCallback
+
+    from worked_examples.trainers import the_same_run_in_trl as trl_run
     table, (model, tokenizer, problems, reward_funcs, options) = defaultdict(list), job
     config = grpo.GRPOConfig(**options | {"max_steps": count, "output_dir": tempfile.mkdtemp()})
 

@@ -1,6 +1,6 @@
 """One GRPO step on the tiny model, cell by cell: for a debugger, or for an editor that runs `# %%` cells.
 
-    python worked_examples/walkthrough.py
+    python worked_examples/scripts/walkthrough.py
 
 This is one step of grpo.train, with each line of Algorithm 1 in a cell of its own. Each cell says what to expect, then
 prints it: answers, rewards, advantages, log-probs, loss, gradient. At the end, train does the same. The numbers differ
@@ -14,7 +14,7 @@ import copy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo

@@ -1,6 +1,6 @@
 """Iterative GRPO, Algorithm 1 of DeepSeekMath whole: the reward model r_φ is learned too, from rankings.
 
-    python worked_examples/iterative_grpo.py --seed 0
+    python worked_examples/scripts/iterative_grpo.py --seed 0
 
 The policy's only reward is the score of r_φ, which learns from pairs of answers to one question of which a judge (here
 the true accuracy) prefers one. An outer iteration is the paper's: π_ref ← π_θ (sync_ref_model), M steps of GRPO, then
@@ -25,7 +25,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
 

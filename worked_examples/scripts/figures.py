@@ -1,8 +1,8 @@
 """Draw the pictures of README and of the worked examples, each for a light and for a dark page.
 
-    python worked_examples/figures.py               draw all pictures from pictures/*.csv and pictures/group.html
-    python worked_examples/figures.py run           run the demo first, and write anew what depends on its numbers
-    python worked_examples/figures.py checks trl    write the table of a library (or verl) on check_your_trainer.md
+    python worked_examples/scripts/figures.py               draw all pictures from pictures/*.csv and group.html
+    python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on it
+    python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on the page of trainers
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
 page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
@@ -24,11 +24,12 @@ import numpy
 import torch
 from PIL import Image
 
-HERE = Path(__file__).resolve().parent
-PICTURES = HERE / "pictures"
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-import explain  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "worked_examples"
+PICTURES = EXAMPLES / "pictures"
+sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+from worked_examples.scripts import explain  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -421,7 +422,7 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
 def run_tiny(name, *flags):
     """Run the demo in an empty folder and write its metrics; what the demo printed, and the lines of the metrics."""
     folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, str(HERE.parent / "grpo.py"), "--model", "tiny", *flags]
+    command = [sys.executable, str(ROOT / "grpo.py"), "--model", "tiny", *flags]
     printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
     log = [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
     rows = [",".join(f"{line[metric]:.5g}" for metric in METRICS) for line in log]
@@ -484,21 +485,21 @@ def rewrite(page, pattern, text):
 def pages(printed):
     """The demo's output in README, and the table of reading_a_run.md."""
     demo = r"^before GRPO.*?^held-out accuracy[^\n]*\n"
-    rewrite(HERE.parent / "README.md", demo, re.search(demo, printed, re.M | re.S)[0])
+    rewrite(ROOT / "README.md", demo, re.search(demo, printed, re.M | re.S)[0])
     tiny, collapsed = csv("tiny_run.csv"), csv("collapsed_run.csv")
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(HERE / "reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(EXAMPLES / "reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):
     """The table of a library on the page of trainers, as it is printed."""
-    script = f"worked_examples/check_{library}.py"
-    command = [sys.executable, "-W", "ignore", "worked_examples/check.py", script]
-    printed = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True).stdout
+    script = f"worked_examples/trainers/check_{library}.py"
+    command = [sys.executable, "-W", "ignore", "worked_examples/trainers/check.py", script]
+    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     table = printed.partition("\n\n")[0]                                # without the details
-    first = f"$ python worked_examples/check.py {script}\n"
-    rewrite(HERE / "check_your_trainer.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
+    first = f"$ python worked_examples/trainers/check.py {script}\n"
+    rewrite(EXAMPLES / "trainers/README.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
 
 
 def main(argv):

@@ -1,7 +1,7 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/check.py my_answers.py                of each function the first failure, the rest in brief
-    python worked_examples/check.py my_answers.py grpo_loss      every failure of this function
+    python worked_examples/trainers/check.py my_answers.py              of each function the first failure in full
+    python worked_examples/trainers/check.py my_answers.py grpo_loss    every failure of this function
 """
 import os
 import runpy
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(EXAMPLES)]
-TESTS = ROOT / "test_grpo.py", EXAMPLES / "tests/test_relatives.py"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+TESTS = ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_relatives.py"
 LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
 
 
@@ -45,7 +45,7 @@ class Results(dict):
 def ask(path):
     """The results of all laws on the functions of a file."""
     import grpo
-    import relatives
+    from worked_examples.scripts import relatives
     os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
     laws = "".join(file.read_text(encoding="utf-8") for file in TESTS)
     functions = {name for name, f in (vars(grpo) | vars(relatives)).items() if callable(f)}

@@ -2,7 +2,7 @@
 
 What the file prints or breaks stays in its process. Arguments and results travel as JSON (a pickle could run code in
 the grader); a gradient is asked for by a second call. The grader computes every verdict itself. What a program of the
-same user can do nevertheless: see course.md.
+same user can do nevertheless: see README.md.
 """
 
 import ast
@@ -23,17 +23,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import homework
+import exercises
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent
-TESTS = [str(HERE.parent / "test_grpo.py"), str(HERE / "tests/test_relatives.py")]
+TESTS = [str(exercises.ROOT / "test_grpo.py"), str(exercises.ROOT / "worked_examples/tests/test_relatives.py")]
 LIMITS = dict(start=60, call=5, function=60)       # seconds: for the import, for a call, for all calls of a function
 FORMULA = dict(group_advantages=4, per_token_logps=4, importance_ratio=4, clipped_surrogate_loss=4, kl_estimate=4,
                aggregate=4, grpo_loss=8)                                # points; the other functions 2
 LEVELS = ("formula", "beyond", "errors", "in train")
-MAIN, FURTHER = homework.main_and_further()
+MAIN, FURTHER = exercises.main_and_further()
 
 
 def encode(x, tensors, functions):
@@ -101,7 +100,7 @@ def failure(error, path):
 def serve(path, channel):
     """Run a student's file, then answer: calls of its functions, and gradients of what they returned."""
     torch.set_num_threads(1)
-    sys.modules.update(grpo=None, relatives=None, homework=None)        # importing them is an error from here on
+    sys.modules.update(grpo=None, relatives=None, exercises=None)        # importing them is an error from here on
     mine, calls, returned = {"__name__": Path(path).stem, "__file__": path}, {}, []
     try:
         exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), mine)
@@ -237,8 +236,9 @@ class Student:
         The tests know grpo.py's defaults: what a variant changes is passed on, where a test leaves it out.
         """
         def stand_in(name, tree):
-            takes, ours = list(homework.arguments(tree)), homework.arguments(homework.ours()[name]) if variant else {}
-            usual = {option: ast.literal_eval(ours[option]) for option in homework.VARIANTS[variant] if option in ours}
+            takes = list(exercises.arguments(tree))
+            ours = exercises.arguments(exercises.ours()[name]) if variant else {}
+            usual = {option: ast.literal_eval(ours[option]) for option in exercises.VARIANTS[variant] if option in ours}
 
             def function(*args, **options):
                 self.called.append(name)
@@ -358,7 +358,7 @@ def one_step(grpo, **options):
 
 def in_train(mine):
     """{function: reason} where a student's differs on what train passes to grpo.py's; None: a step with all of them."""
-    reasons, grpo = {}, homework.load()
+    reasons, grpo = {}, exercises.load()
 
     def both(name, ours):
         def function(*args, **options):
@@ -378,7 +378,7 @@ def in_train(mine):
     want = one_step(grpo)
     one_step(grpo, policy_loss="cispo")
     one_step(grpo, policy_loss="sapo", importance_sampling_level="sequence")
-    grpo = homework.load()
+    grpo = exercises.load()
     vars(grpo).update(mine)
     left = [name for name in MAIN if name not in mine]
     try:
@@ -395,12 +395,12 @@ def points_of(path, word, variant=None):
     if variant is None:                                                 # the first line of the file says it
         first = re.match(r'r"""My GRPO\. Variant (\d)', Path(path).read_text(encoding="utf-8", errors="replace"))
         variant = int(first[1]) if first else 0
-    asked = {name: homework.arguments(tree) for name, tree in homework.ours(variant).items()}
+    asked = {name: exercises.arguments(tree) for name, tree in exercises.ours(variant).items()}
     student = Student(path)
     if student.broken:
         reasons, trees = dict.fromkeys(MAIN + FURTHER, student.broken[None]), {}
     else:
-        reasons, trees = homework.written(path)
+        reasons, trees = exercises.written(path)
     lacks = {name: why for name, why in reasons.items() if why.startswith("has no argument")}
     reasons |= dict.fromkeys(lacks, "")                                 # the tests without the argument count
     functions = student.functions({name: trees[name] for name in reasons if not reasons[name]}, variant)
@@ -417,9 +417,9 @@ def points_of(path, word, variant=None):
             failed = [why for why in whys if why] + ["no test could run"] * (set(whys) <= {None})
             points = min(len(whys), 1)
             if level == "formula":
-                points, defaults = FORMULA.get(name, 2), homework.arguments(trees[name]) if name in trees else {}
+                points, defaults = FORMULA.get(name, 2), exercises.arguments(trees[name]) if name in trees else {}
                 failed += [f"variant {variant} has {option} = {asked[name][option]}" for option in
-                           homework.VARIANTS[variant] if asked[name].get(option) != defaults.get(option)]
+                           exercises.VARIANTS[variant] if asked[name].get(option) != defaults.get(option)]
             elif level == "in train":
                 points, failed = int(name in MAIN), [found.get(name) or lacks.get(name, "")]
             elif wrong:
