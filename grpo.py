@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, one pure function for each equation.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer gets a
-score. If it is above the group's mean, the answer's tokens are pushed up (more likely); if below, down.
+score. If it is above the group's mean, the answer's tokens are pushed up; if below, down.
 §1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the command line.
 
     python grpo.py --model tiny
@@ -18,7 +18,7 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     r_i             rewards                  (B,)    score of a whole answer; of all functions
     A_i, A_{i,t}    advantages               (B,)    how much better than the group's mean; or (B, T)
     log π_θ         logps                    (B, T)  log-prob of each sampled token, policy in training (nats)
-    log π_old       old_logps                (B, T)  the same under the policy before the batch's first update
+    log π_old       old_logps                (B, T)  the same under the policy before the step's first update
     log π_ref       ref_logps                (B, T)  the same under the reference, a frozen earlier copy
     m               completion_mask          (B, T)  1 = real token (the EOS included), 0 = padding
     ρ               ratio                    (B, T)  π_θ / π_old; 1 while on-policy (π_θ = π_old)
@@ -26,8 +26,8 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ            beta, num_iterations             weight of the KL term; passes over one batch of samples
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on each batch.
-With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
-gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
+With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says little, but its
+gradient is a mean of -A·∇log π: the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
 padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that broadcasting
@@ -127,7 +127,7 @@ def broadcast_advantages(advantages, completion_mask):
 def make_completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if there is no EOS before t, else 0.
 
-    The first EOS counts as real; otherwise the policy would never learn to stop.
+    The first EOS counts as real; without it the policy would not learn to stop.
     Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), int64.
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
@@ -208,7 +208,7 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    """Make tokens of good answers more likely and tokens of bad ones less, up to the edge of the clip range.
+    """Push tokens of good answers up and tokens of bad ones down, up to the edge of the clip range.
 
     l = -min(ρ·A, clip(ρ)·A). Its gradient:
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
@@ -232,7 +232,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token from π_θ, the
     text before it held fixed:
               value      gradient by autograd, which does not see that the samples depend on θ
-        k1    KL         0: as a loss it teaches nothing
+        k1    KL         0: as a loss, noise alone
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
     Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; gradients: arXiv:2506.09477.
@@ -256,7 +256,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
 
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
-    "dr_grpo": Σ l·m / (B·T_max)           a token weighs the same in every step, so long answers pull more
+    "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max) in each step: long answers pull more
     "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole update's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
     the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
@@ -297,7 +297,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
         They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
-    Gotcha: on-policy the "clip" loss is a mean of -A and often near 0; its gradient, of -A·∇log π, is not.
+    Gotcha: on-policy the "clip" loss is a weighted mean of -A, often near 0, but its gradient is not.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):

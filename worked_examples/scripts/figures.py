@@ -248,12 +248,9 @@ def clipping(theme):
     figure, axes = plt.subplots(1, 2)
     for axis, A in (axes[0], 1.0), (axes[1], -1.0):
         advantages = torch.full_like(ratio, A)
-        free, bounded = (grpo.clipped_surrogate_loss(ratio, advantages, delta=delta)[0] for delta in (None, 2.0))
         axis.axvspan(0.8, 1.2, color=theme.pale, lw=0)
         axis.plot(ratio[0], -ratio[0] * A, ":", color=theme.grey, lw=1.5)
-        axis.plot(ratio[0], free, color=theme.blue, lw=2.5)
-        if A < 0:
-            axis.plot(ratio[0], bounded, "--", color=theme.orange, lw=2.5)
+        axis.plot(ratio[0], grpo.clipped_surrogate_loss(ratio, advantages)[0], color=theme.blue, lw=2.5)
         axis.plot([1], [-A], "o", color=theme.ink, ms=5)
         axis.text(1.12, -A, "ρ = 1:\non-policy", size=8.5, va="top" if A < 0 else "bottom")
         axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token", xlim=(0, 3.6))
@@ -265,7 +262,6 @@ def clipping(theme):
     axes[1].set(ylim=(-0.2, 3.7), yticks=[0, 1, 2, 3])
     axes[1].text(0.1, 0.9, "clipped", color=theme.blue, va="bottom")
     axes[1].text(2.65, 3.1, "not clipped: grows\nwithout limit", color=theme.blue, ha="right", va="center")
-    axes[1].text(2.6, 1.85, "with δ = 2", color=theme.orange, va="top")
     return figure
 
 
