@@ -43,7 +43,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -454,7 +453,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token = logits.argmax(-1)                                                 # (live,)
             else:                                                       # float32 would lose rare tokens
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)                  # (live, V)
-                drawn = uniforms[live, t, None].double() * cdf[:, -1:]  # (live, 1); the sum is not quite 1
+                drawn = uniforms[live, t, None] * cdf[:, -1:]           # (live, 1); the sum is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0].clamp(max=cdf.size(1) - 1)
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
@@ -524,10 +523,10 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                                   # (B,)
     learns = terminated | (not config.mask_truncated_completions)                         # (B,)
-    loss_mask = completion_mask * learns.unsqueeze(1)                                     # (B, T)
     return Rollout([row for row in questions for _ in range(G)], completions,
                    prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
-                   completion_ids, completion_mask, loss_mask, logps, entropies, terminated)
+                   completion_ids, completion_mask, completion_mask * learns.unsqueeze(1),
+                   logps, entropies, terminated)
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
@@ -595,7 +594,7 @@ class GRPOConfig:
         highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         not_allowed = {                                     # some of these would change nothing, in silence
             "generation_batch_size: allowed is a multiple of num_generations > 1": G < 2 or B % G > 0,
-            "num_mini_batches: allowed is a divisor of generation_batch_size": B % self.num_mini_batches > 0,
+            f"num_mini_batches: allowed is at most {B}": self.num_mini_batches > B,
             "epsilon: allowed is at most 1": self.epsilon > 1,
             f"delta: allowed with policy_loss clip is at least {highest}":
                 self.delta is not None and (self.policy_loss != "clip" or self.delta < highest),
@@ -647,12 +646,12 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         old_logps = score_rollout(policy, rollout, advantages, config)                    # 6
         ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
         updates = []
-        for rows in mini_batches(config, state.step):                                     # 10
-            updates.append(update_policy(                                                 # 11
-                policy, state, rollout, rows, advantages, old_logps, ref_logps, config))
+        for rows in mini_batches(config, state.step):                                     # 10, 11
+            update = update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config)
+            updates.append(update)
         state.step += 1
         metrics = {"step": state.step, "step_time": time.perf_counter() - started}
-        metrics |= {name: statistics.mean(update[name] for update in updates) for name in updates[0]}
+        metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         metrics |= step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
         yield state, rollout, metrics
 
@@ -687,8 +686,8 @@ def mini_batches(config, step):
     """The rows of each update of a step: each of the mu passes splits the batch anew, at random."""
     for iteration in range(config.num_iterations):
         rng = numpy.random.default_rng([config.seed, 5, step, iteration])
-        parts = rng.permutation(config.generation_batch_size).reshape(config.num_mini_batches, -1)
-        yield from torch.tensor(parts).sort(1).values                   # one by one, (B / num_mini_batches,)
+        for rows in numpy.array_split(rng.permutation(config.generation_batch_size), config.num_mini_batches):
+            yield torch.tensor(numpy.sort(rows))                        # about (B / num_mini_batches,)
 
 
 def compute_rewards(reward_funcs, rollout):
@@ -697,8 +696,7 @@ def compute_rewards(reward_funcs, rollout):
     rewards_per_func = []
     for function in reward_funcs:
         columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
-        columns["prompts"] = columns.pop("prompt")
-        columns |= {"completions": rollout.completions, "completion_ids": ids}
+        columns |= dict(prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
         rewards = list(function(**copy.deepcopy(columns)))              # what a function changes is its own
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
             raise InputError(f"reward function {function.__name__}: got {rewards!r:.99}; "
@@ -708,9 +706,10 @@ def compute_rewards(reward_funcs, rollout):
 
 
 def score_parts(model, rollout, rows, advantages, config):
-    """Score the completions of these rows, as many in one pass as the config says, but skip rows that cost no
-    pass because their gradient is 0: if the loss mask is empty, or if beta = 0 and all advantages are 0.
-    Those still count in the denominators of the loss. Yields: the rows of a part, their log-probs (part, T).
+    """Score these rows in parts of one pass each. Yields: the rows of a part, their log-probs (part, T).
+
+    A row is skipped, because its gradient is 0, if its loss mask is empty, or if beta = 0 and all its
+    advantages are 0. It still counts in the denominators of the loss.
     """
     rows = rows.to(advantages.device)
     has_advantage = advantages[rows].reshape(len(rows), -1).any(1)                        # (rows,)
@@ -747,9 +746,8 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
-    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(
-        weights, config.max_grad_norm or math.inf, error_if_nonfinite=True).item()
-    metrics["learning_rate"] = state.scheduler.get_last_lr()[0]
+    norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm or math.inf, error_if_nonfinite=True)
+    metrics |= {"grad_norm": norm.item(), "learning_rate": state.scheduler.get_last_lr()[0]}
     state.optimizer.step()
     state.scheduler.step()
     return metrics
@@ -776,10 +774,11 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
 # or sapo would change the gradient. dapo is without its dynamic sampling and overlong punishment; cispo's cap
 # is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
-    "deepseekmath": dict(loss_type="grpo", beta=0.04, num_generations=64, generation_batch_size=1024,
-                         max_completion_length=1024),
+    "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
+                         generation_batch_size=1024, max_completion_length=1024),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
-    "dapo": dict(loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True, num_mini_batches=16),
+    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True,
+                 num_mini_batches=16),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
                  num_mini_batches=4),
     "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, num_mini_batches=16),
@@ -892,8 +891,7 @@ def make_output_dir(folder, checkpoint):
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     folder = Path(folder or home or next(name for name in names if not os.path.exists(name)))
     folder.mkdir(parents=True, exist_ok=True)
-    is_free = not os.listdir(folder) or folder.resolve() == home
-    assert is_free, f"output_dir: got {folder}; allowed is a new or empty folder"
+    assert folder.resolve() == home or not os.listdir(folder), f"output_dir: got {folder}, not new or empty"
     return folder
 
 
@@ -906,6 +904,7 @@ def save_checkpoint(policy, tokenizer, state, folder):
              "reference": state.reference and state.reference.state_dict()}
     torch.save(saved, f"{target}.new/trainer_state.pt")
     shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")             # the lines up to this step
+    shutil.rmtree(target, ignore_errors=True)                           # of a run that came further before
     os.rename(f"{target}.new", target)
     for path in set(target.parent.glob("checkpoint-*")) - {target}:     # older ones, and what a kill left
         shutil.rmtree(path)
@@ -931,8 +930,7 @@ def parse_options(argv):
 def run(config, options, argv):
     """The job of a command line, from what the user gave to the last line of output."""
     is_tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
-    if is_tiny:
-        torch.set_num_threads(1)                                        # several would wait for each other
+    torch.set_num_threads(1 if is_tiny else torch.get_num_threads())    # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     try:                                                                # all that can be wrong with the input
         assert is_tiny == (options.dataset is None), "dataset: allowed is --dataset FILE.jsonl, none for tiny"
@@ -959,7 +957,6 @@ def run(config, options, argv):
     if checkpoint:
         shutil.copy(f"{checkpoint}/metrics.jsonl", folder)              # forget the steps after it
     if held_out:
-        print(f"before step {state.step + 1}:")
         before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
@@ -980,17 +977,15 @@ def run(config, options, argv):
         raise
     print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
     if held_out:
-        print(f"after step {state.step}:")
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         name = options.reward_funcs[0]
         print(f"held-out {name}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
 
 
-def main(argv=None):
+def main(argv):
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    argv = sys.argv[1:] if argv is None else argv
     try:
         run(*parse_options(argv), argv)
     except InputError as error:
@@ -1002,4 +997,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
