@@ -699,8 +699,7 @@ def compute_rewards(reward_funcs, rollout):
         columns |= dict(prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
         rewards = list(function(**copy.deepcopy(columns)))              # what a function changes is its own
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
-            raise InputError(f"reward function {function.__name__}: got {rewards!r:.99}; "
-                             f"allowed is {len(ids)} finite numbers or None")
+            raise InputError(f"function {function.__name__}: got {rewards!r:.99}; allowed: {len(ids)} numbers")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
@@ -897,6 +896,7 @@ def make_output_dir(folder, checkpoint):
 
 def save_checkpoint(policy, tokenizer, state, folder):
     """Write folder/checkpoint-STEP in Hugging Face's format, under another name until it is whole."""
+    assert all(weight.isfinite().all() for weight in policy.parameters()), "the weights are not finite"
     target = Path(folder, f"checkpoint-{state.step}")
     policy.save_pretrained(f"{target}.new")
     tokenizer.save_pretrained(f"{target}.new")
@@ -904,7 +904,6 @@ def save_checkpoint(policy, tokenizer, state, folder):
              "reference": state.reference and state.reference.state_dict()}
     torch.save(saved, f"{target}.new/trainer_state.pt")
     shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")             # the lines up to this step
-    shutil.rmtree(target, ignore_errors=True)                           # of a run that came further before
     os.rename(f"{target}.new", target)
     for path in set(target.parent.glob("checkpoint-*")) - {target}:     # older ones, and what a kill left
         shutil.rmtree(path)
@@ -913,7 +912,7 @@ def save_checkpoint(policy, tokenizer, state, folder):
 def parse_options(argv):
     """The GRPOConfig of a run, and its other options."""
     from transformers import HfArgumentParser
-    parser = HfArgumentParser(GRPOConfig, prog="grpo.py", allow_abbrev=False)
+    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--eval_dataset", help="such a file, answered greedily before and after training")
@@ -940,13 +939,13 @@ def run(config, options, argv):
         assert len(config.reward_weights or reward_funcs) == len(reward_funcs), "reward_weights: one each"
         for row in dataset[:1] + held_out[:1]:
             assert "accuracy" not in options.reward_funcs or "solution" in row, "dataset: has no solution"
+        if checkpoint:
+            saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         policy, tokenizer = load_model(checkpoint or options.model, config.seed)
         rows = dataset + held_out
         longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in rows)
         room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
-        if checkpoint:
-            saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         folder = make_output_dir(config.output_dir, checkpoint)
     except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error
@@ -973,7 +972,7 @@ def run(config, options, argv):
         last = get_last_checkpoint(folder) or checkpoint
         if last:
             again = shlex.join(["python", sys.argv[0], *argv, "--resume_from_checkpoint", last])
-            print(f"stopped in step {state.step + 1}; to go on after step {last.rpartition('-')[2]}: {again}")
+            print(f"stopped; to go on after step {last.rpartition('-')[2]}: {again}")
         raise
     print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
     if held_out:
