@@ -515,8 +515,9 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
     eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
-            policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length, uniforms=uniforms,
-            num_generations=G, eos_token_ids=eos, pad_token_id=tokenizer.pad_token_id, temperature=config.temperature)
+            policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
+            num_generations=G, uniforms=uniforms, temperature=config.temperature, eos_token_ids=eos,
+            pad_token_id=tokenizer.pad_token_id)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
@@ -649,10 +650,9 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
             update = update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config)
             updates.append(update)
         state.step += 1
-        metrics = {"step": state.step, "step_time": time.perf_counter() - started}
+        metrics = step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        metrics |= step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
-        yield state, rollout, metrics
+        yield state, rollout, {"step": state.step, "step_time": time.perf_counter() - started, **metrics}
 
 
 def initial_state(policy, config, saved=None):
