@@ -15,7 +15,7 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     L, T            -                                tokens of the longest prompt, of the longest completion
     T_max           max_completion_length            the limit of sampling, T <= T_max
     V, S, F         -                                vocabulary, reasoning steps, reward functions
-    r_i             rewards                  (B,)    score of a whole answer; of all functions
+    r_i             rewards                  (B,)    score of an answer, summed over the reward functions
     A_i, A_{i,t}    advantages               (B,)    how much better than the group's mean; or (B, T)
     log π_θ         logps                    (B, T)  log-prob of each sampled token, policy in training (nats)
     log π_old       old_logps                (B, T)  the same under the policy before the step's first update
@@ -30,9 +30,9 @@ With one update ρ = 1 and nothing clips. The value of the loss is then a mean o
 gradient is a mean of -A·∇log π: the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
-padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that broadcasting
-would take for a (T,), is an error that names the argument. Left out on purpose: inference servers, LoRA,
-images, tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
+padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that would broadcast
+against (B, T), is an error that names the argument. Left out on purpose: inference servers, LoRA, images,
+tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -228,8 +228,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token from π_θ, the
-    text before it held fixed:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token of π_θ, after
+    a fixed text:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0: as a loss, noise alone
         k2    biased     ∇KL(π_θ‖π_ref)
@@ -259,7 +259,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole update's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
     the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (N of a group).
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds 0, and counts in B.
     """
     mask = completion_mask != 0
@@ -291,7 +291,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
     Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0): constants.
-        policy_loss: l is "clip", "cispo", "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where
+        policy_loss: which l, clip, cispo or sapo. epsilon_high: None is epsilon_low, or 5.0 with cispo, where
         it caps ρ. use_bias_correction_kl: ρ·KL replaces KL; s_i·KL at sequence level (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
@@ -393,8 +393,8 @@ def text_of(completion):
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
 
-    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} holds, if there
-    is one (it may contain braces, as in \boxed{\frac{1}{2}}, but none within these).
+    The answer follows the last </think>, or is the whole text. If it has a \boxed{}, the last one's content
+    counts, which may hold braces, as in \boxed{\frac{1}{2}}, but none within these.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
@@ -425,7 +425,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record each token's log-prob and the entropy of its choice.
 
     o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token has a
-    uniform number u_t of its own, so a sample depends on its own numbers alone. There is no top_k or top_p.
+    uniform number u_t of its own, so a sample does not depend on the rest of the batch. No top_k, no top_p.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded. eos_token_ids: one
         or several. uniforms: (P·G, T_max) in [0, 1), or None to take the likeliest token (greedy).
     Returns: completion_ids, completion_mask, logps, entropies (nats), each (P·G, T), T <= T_max.
@@ -444,7 +444,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
                            past_key_values=cache, use_cache=True)
             logits = output.logits[:, -1].to(logps.dtype) / temperature   # (live, V); at t = 0 still (P, V)
-            cache = output.past_key_values                              # a model without a KV cache has none
+            cache = output.past_key_values
             if t == 0:                                                  # each prompt once so far, now G times
                 prompt_of = live // num_generations                                       # (B,)
                 cache.reorder_cache(prompt_of)
@@ -516,8 +516,8 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
             policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
-            eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
-            temperature=config.temperature, uniforms=uniforms)
+            num_generations=G, uniforms=uniforms, temperature=config.temperature, eos_token_ids=eos,
+            pad_token_id=tokenizer.pad_token_id)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
@@ -550,7 +550,7 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """TRL's names. In TRL cispo and sapo are a loss_type; max_steps, ref_model_sync_steps count updates."""
+    """TRL's names; there cispo, sapo are a loss_type, and max_steps, ref_model_sync_steps count updates."""
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
@@ -580,7 +580,7 @@ class GRPOConfig:
     seed: int = option(42, "of the samples, of the order of the prompts, of the mini-batches")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
-    save_steps: int = option(10, "write a checkpoint every so many steps, and at the end")
+    save_steps: int = option(10, "steps between checkpoints; the last is kept, and one made at the end")
 
     def __post_init__(self):
         for name, kind in GRPOConfig.__annotations__.items():
@@ -643,17 +643,16 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6
+        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6, for rows with A
         ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
         updates = []
         for rows in mini_batches(config, state.step):                                     # 10, 11
             update = update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config)
             updates.append(update)
         state.step += 1
-        metrics = {"step": state.step, "step_time": time.perf_counter() - started}
+        metrics = step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        metrics |= step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
-        yield state, rollout, metrics
+        yield state, rollout, {"step": state.step, "step_time": time.perf_counter() - started, **metrics}
 
 
 def initial_state(policy, config, saved=None):
@@ -667,11 +666,11 @@ def initial_state(policy, config, saved=None):
     if reference and saved["reference"]:
         reference.load_state_dict(saved["reference"])
     step, updates_per_step = saved["step"], config.num_iterations * config.num_mini_batches
-    optimizer.param_groups[0]["initial_lr"] = config.learning_rate      # what the schedule multiplies
+    optimizer.param_groups[0]["initial_lr"] = config.learning_rate      # the schedule multiplies it, and goes
     scheduler = get_scheduler(
         config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps,
         num_training_steps=config.max_steps * updates_per_step,
-        scheduler_specific_kwargs={"last_epoch": step * updates_per_step - 1})            # counts updates
+        scheduler_specific_kwargs={"last_epoch": step * updates_per_step - 1})  # on after so many updates
     return SimpleNamespace(step=step, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
@@ -693,13 +692,13 @@ def mini_batches(config, step):
 def compute_rewards(reward_funcs, rollout):
     """Algorithm 1, line 8: what each reward function says of each completion, (B, F), None as NaN."""
     ids = [row[mask != 0].tolist() for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
+    columns |= dict(prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
     rewards_per_func = []
     for function in reward_funcs:
-        columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
-        columns |= dict(prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
         rewards = list(function(**copy.deepcopy(columns)))              # what a function changes is its own
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
-            raise InputError(f"function {function.__name__}: got {rewards!r:.99}; allowed: {len(ids)} numbers")
+            raise InputError(f"function {function.__name__}: got {rewards!r:.99}; allowed: {len(ids)} floats")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
@@ -733,10 +732,10 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     """Algorithm 1, line 11: one step of AdamW on the loss of these rows; gradients of parts add up."""
     mask = rollout.loss_mask                                                              # (B, T)
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
+    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)          # if no row learns
     weights = state.optimizer.param_groups[0]["params"]
-    for weight in weights:      # zeros, not None: AdamW skips a weight without a gradient, but where no row
-        weight.grad = torch.zeros_like(weight)          # learns the weights still move by their momentum
+    for weight in weights:                              # AdamW passes over a weight whose gradient is None; a
+        weight.grad = torch.zeros_like(weight)          # gradient of 0 still moves it, by momentum and decay
     for part, logps in score_parts(policy, rollout, rows, advantages, config):
         loss, part_metrics = grpo_loss(
             logps, advantages[part], mask[part], old_logps=old_logps[part],
@@ -905,7 +904,7 @@ def save_checkpoint(policy, tokenizer, state, folder):
     torch.save(saved, f"{target}.new/trainer_state.pt")
     shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")             # the lines up to this step
     os.rename(f"{target}.new", target)
-    for path in set(target.parent.glob("checkpoint-*")) - {target}:     # older ones, and what a kill left
+    for path in set(target.parent.glob("checkpoint-*[0-9]")) - {target}:                  # the older one
         shutil.rmtree(path)
 
 
@@ -918,8 +917,8 @@ def parse_options(argv):
     parser.add_argument("--eval_dataset", help="such a file, answered greedily before and after training")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
                         "; accuracy compares texts, worked_examples/scripts/math_reward.py numbers, formulas")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
-    parser.add_argument("--resume_from_checkpoint", help="the checkpoint-STEP folder of this command's run")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets, below flags and tiny's own")
+    parser.add_argument("--resume_from_checkpoint", help="a checkpoint-STEP folder; repeat the other flags")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
@@ -929,7 +928,8 @@ def parse_options(argv):
 def run(config, options, argv):
     """The job of a command line, from what the user gave to the last line of output."""
     is_tiny, checkpoint, saved = options.model == "tiny", options.resume_from_checkpoint, None
-    torch.set_num_threads(1 if is_tiny else torch.get_num_threads())    # several would wait for each other
+    if is_tiny:
+        torch.set_num_threads(1)                                        # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     try:                                                                # all that can be wrong with the input
         assert is_tiny == (options.dataset is None), "dataset: allowed is --dataset FILE.jsonl, none for tiny"
@@ -942,8 +942,8 @@ def run(config, options, argv):
         if checkpoint:
             saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
         policy, tokenizer = load_model(checkpoint or options.model, config.seed)
-        rows = dataset + held_out
-        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in rows)
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
+                      for row in dataset + held_out)
         room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
         assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         folder = make_output_dir(config.output_dir, checkpoint)

@@ -342,7 +342,7 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
     assert seen["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
     assert seen["completions"] == tokenizer.batch_decode(seen["completion_ids"], skip_special_tokens=True)
     for wrong in ([1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]):
-        with pytest.raises(ValueError, match="function <lambda>: got .*; allowed: 8 numbers"):
+        with pytest.raises(ValueError, match="function <lambda>: got .*; allowed: 8 floats"):
             next(steps_of(make_model("Llama"), [by_row, lambda **columns: wrong]))
 
 
@@ -391,9 +391,9 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
     done = cli(*flags, "--output_dir", tmp_path / "out")
     again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
-    samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
     for text, count in ((done.out, 2), (again.out, 1), (readme_output(), 10)):
         steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clipped \d+\.\d%"] * count
+        samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
         form = [*samples, *steps, r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
                 r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
         assert re.fullmatch("\n".join(form) + "\n", text), text
