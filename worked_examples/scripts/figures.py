@@ -328,7 +328,7 @@ def length_bias(theme):
 
 
 def variants(theme):
-    """Page 15: the weight of ∇log π over ρ: lines for the methods, dots for the page's nine tokens."""
+    """Page 13: the weight of ∇log π over ρ: lines for the methods, dots for the page's nine tokens."""
     A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]]).double()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])

@@ -2,9 +2,9 @@
 
     python worked_examples/scripts/walkthrough.py
 
-This is one step of grpo.train, with each line of Algorithm 1 in a cell of its own. Each cell says what to expect, then
-prints it: answers, rewards, advantages, log-probs, loss, gradient. At the end, train does the same. The numbers differ
-between kinds of processors, because rounding errors grow over the cold start; the asserts hold on all of them.
+This is one step of grpo.train, along the lines of Algorithm 1. Each cell says what to expect, then prints it: answers,
+rewards, advantages, log-probs, loss, gradient. At the end, train does the same. The numbers differ between kinds of
+processors, because rounding errors grow over the cold start; the asserts held on those that were tried.
 It takes half a minute on one core, most of it for the cold start.
 """
 
@@ -99,8 +99,8 @@ print("gradient norm:", grad_norm)
 assert grad_norm > 0.01
 optimizer.step()
 
-# %% What has the update changed? Expect that answers above their group's mean have become more likely, and answers
-# below it less likely.
+# %% What has the update changed? Expect that, on average, answers above their group's mean have become more
+# likely, and answers below it less likely.
 new_logps = grpo.per_token_logps(policy, *inputs)[0].detach()
 change = ((new_logps - old_logps) * mask).sum(1)                                                              # (B,)
 print(f"mean change of an answer's log-prob where A > 0: {change[advantages > 0].mean():+.3f}")
