@@ -4,7 +4,7 @@
 
 The policy's only reward is the score of r_φ, which learns from pairs of answers to one question of which a judge (here
 the true accuracy) prefers one. An outer iteration is the paper's: π_ref ← π_θ (sync_ref_model), M steps of GRPO, then
-r_φ learns from the pairs of these steps and, for about a tenth of each batch, from earlier ones: the body of the for loop.
+r_φ learns from the pairs of these steps and, in about a tenth of each batch, earlier ones: the body of the for loop.
 
 r_φ is a language model, which begins as the policy; its score is the log-probability of the answer, DPO's reward
 (arXiv:2305.18290) without its reference. The usual head, one number at the last token, failed here: it did not learn
