@@ -81,7 +81,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
 
 def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
-    """ρ = π / π_old of each token; GSPO's, of each answer: the geometric mean over its tokens.
+    """ρ = π / π_old of each token; or, as in GSPO, of each answer: the geometric mean over its tokens.
 
     grpo.py adds: answers without a token, and 1 at padding.
     """
