@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, one pure function for each equation.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer gets a
-score. If it is above the group's mean, the answer's tokens are pushed up (more likely); if below, down.
+score. If it is above the group's mean, the answer's tokens are pushed up; if below, down.
 §1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the command line.
 
     python grpo.py --model tiny
@@ -15,10 +15,10 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     L, T            -                                tokens of the longest prompt, of the longest completion
     T_max           max_completion_length            the limit of sampling, T <= T_max
     V, S, F         -                                vocabulary, reasoning steps, reward functions
-    r_i             rewards                  (B,)    score of a whole answer; of all functions
+    r_i             rewards                  (B,)    score of an answer, summed over the reward functions
     A_i, A_{i,t}    advantages               (B,)    how much better than the group's mean; or (B, T)
     log π_θ         logps                    (B, T)  log-prob of each sampled token, policy in training (nats)
-    log π_old       old_logps                (B, T)  the same under the policy before the batch's first update
+    log π_old       old_logps                (B, T)  the same under the policy before the step's first update
     log π_ref       ref_logps                (B, T)  the same under the reference, a frozen earlier copy
     m               completion_mask          (B, T)  1 = real token (the EOS included), 0 = padding
     ρ               ratio                    (B, T)  π_θ / π_old; 1 while on-policy (π_θ = π_old)
@@ -26,13 +26,13 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ            beta, num_iterations             weight of the KL term; passes over one batch of samples
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on each batch.
-With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says nothing; its
-gradient is a mean of -A·∇log π, and the policy learns. --preset deepseekmath is the paper's loss.
+With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and says little, but its
+gradient is a mean of -A·∇log π: the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
-padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that broadcasting
-would take for a (T,), is an error that names the argument. Left out on purpose: inference servers, LoRA,
-images, tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
+padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that would broadcast
+against (B, T), is an error that names the argument. Left out on purpose: inference servers, LoRA, images,
+tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -43,7 +43,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -127,7 +126,7 @@ def broadcast_advantages(advantages, completion_mask):
 def make_completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if there is no EOS before t, else 0.
 
-    The first EOS counts as real; otherwise the policy would never learn to stop.
+    The first EOS counts as real; without it the policy would not learn to stop.
     Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), int64.
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
@@ -208,7 +207,7 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    """Make tokens of good answers more likely and tokens of bad ones less, up to the edge of the clip range.
+    """Push tokens of good answers up and tokens of bad ones down, up to the edge of the clip range.
 
     l = -min(ρ·A, clip(ρ)·A). Its gradient:
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
@@ -229,10 +228,10 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token from π_θ, the
-    text before it held fixed:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token of π_θ, after
+    a fixed text:
               value      gradient by autograd, which does not see that the samples depend on θ
-        k1    KL         0: as a loss it teaches nothing
+        k1    KL         0: as a loss, noise alone
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
     Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; gradients: arXiv:2506.09477.
@@ -256,11 +255,11 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
 
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
-    "dr_grpo": Σ l·m / (B·T_max)           a token weighs the same in every step, so long answers pull more
+    "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max) in each step: long answers pull more
     "dapo":    Σ l·m / N                   a token weighs 1/N, with N the tokens of the whole update's mask
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N (num_items_in_batch):
     the losses of the parts then add up to the loss of the whole. "bnpo" ignores both; train has no bnpo.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (a group's N).
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (N of a group).
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds 0, and counts in B.
     """
     mask = completion_mask != 0
@@ -292,12 +291,12 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
     Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0): constants.
-        policy_loss: l is "clip", "cispo", "sapo". epsilon_high: None is epsilon_low, or 5.0 with cispo, where
+        policy_loss: which l, clip, cispo or sapo. epsilon_high: None is epsilon_low, or 5.0 with cispo, where
         it caps ρ. use_bias_correction_kl: ρ·KL replaces KL; s_i·KL at sequence level (arXiv:2512.02556).
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
         They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
-    Gotcha: on-policy the "clip" loss is a mean of -A and often near 0; its gradient, of -A·∇log π, is not.
+    Gotcha: on-policy the "clip" loss is a weighted mean of -A, often near 0, but its gradient is not.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
@@ -394,8 +393,8 @@ def text_of(completion):
 def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
 
-    The answer follows the last </think>, or is the whole text; of it, what the last \boxed{} holds, if there
-    is one (it may contain braces, as in \boxed{\frac{1}{2}}, but none within these).
+    The answer follows the last </think>, or is the whole text. If it has a \boxed{}, the last one's content
+    counts, which may hold braces, as in \boxed{\frac{1}{2}}, but none within these.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
@@ -426,7 +425,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record each token's log-prob and the entropy of its choice.
 
     o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token has a
-    uniform number u_t of its own, so a sample depends on its own numbers alone. There is no top_k or top_p.
+    uniform number u_t of its own, so a sample does not depend on the rest of the batch. No top_k, no top_p.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded. eos_token_ids: one
         or several. uniforms: (P·G, T_max) in [0, 1), or None to take the likeliest token (greedy).
     Returns: completion_ids, completion_mask, logps, entropies (nats), each (P·G, T), T <= T_max.
@@ -445,7 +444,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
                            past_key_values=cache, use_cache=True)
             logits = output.logits[:, -1].to(logps.dtype) / temperature   # (live, V); at t = 0 still (P, V)
-            cache = output.past_key_values                              # a model without a KV cache has none
+            cache = output.past_key_values
             if t == 0:                                                  # each prompt once so far, now G times
                 prompt_of = live // num_generations                                       # (B,)
                 cache.reorder_cache(prompt_of)
@@ -454,7 +453,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token = logits.argmax(-1)                                                 # (live,)
             else:                                                       # float32 would lose rare tokens
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)                  # (live, V)
-                drawn = uniforms[live, t, None].double() * cdf[:, -1:]  # (live, 1); the sum is not quite 1
+                drawn = uniforms[live, t, None] * cdf[:, -1:]           # (live, 1); the sum is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0].clamp(max=cdf.size(1) - 1)
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
@@ -517,17 +516,17 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, logps, entropies = generate(
             policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
-            eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
-            temperature=config.temperature, uniforms=uniforms)
+            num_generations=G, uniforms=uniforms, temperature=config.temperature, eos_token_ids=eos,
+            pad_token_id=tokenizer.pad_token_id)
     completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if not isinstance(questions[0]["prompt"], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                                   # (B,)
     learns = terminated | (not config.mask_truncated_completions)                         # (B,)
-    loss_mask = completion_mask * learns.unsqueeze(1)                                     # (B, T)
     return Rollout([row for row in questions for _ in range(G)], completions,
                    prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
-                   completion_ids, completion_mask, loss_mask, logps, entropies, terminated)
+                   completion_ids, completion_mask, completion_mask * learns.unsqueeze(1),
+                   logps, entropies, terminated)
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
@@ -551,7 +550,7 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """TRL's names. In TRL cispo and sapo are a loss_type; max_steps, ref_model_sync_steps count updates."""
+    """TRL's names; there cispo, sapo are a loss_type, and max_steps, ref_model_sync_steps count updates."""
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
@@ -581,7 +580,7 @@ class GRPOConfig:
     seed: int = option(42, "of the samples, of the order of the prompts, of the mini-batches")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
-    save_steps: int = option(10, "write a checkpoint every so many steps, and at the end")
+    save_steps: int = option(10, "steps between checkpoints; the last is kept, and one made at the end")
 
     def __post_init__(self):
         for name, kind in GRPOConfig.__annotations__.items():
@@ -595,7 +594,7 @@ class GRPOConfig:
         highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         not_allowed = {                                     # some of these would change nothing, in silence
             "generation_batch_size: allowed is a multiple of num_generations > 1": G < 2 or B % G > 0,
-            "num_mini_batches: allowed is a divisor of generation_batch_size": B % self.num_mini_batches > 0,
+            f"num_mini_batches: allowed is at most {B}": self.num_mini_batches > B,
             "epsilon: allowed is at most 1": self.epsilon > 1,
             f"delta: allowed with policy_loss clip is at least {highest}":
                 self.delta is not None and (self.policy_loss != "clip" or self.delta < highest),
@@ -644,17 +643,16 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6
+        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6, for rows with A
         ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
         updates = []
-        for rows in mini_batches(config, state.step):                                     # 10
-            updates.append(update_policy(                                                 # 11
-                policy, state, rollout, rows, advantages, old_logps, ref_logps, config))
+        for rows in mini_batches(config, state.step):                                     # 10, 11
+            update = update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config)
+            updates.append(update)
         state.step += 1
-        metrics = {"step": state.step, "step_time": time.perf_counter() - started}
-        metrics |= {name: statistics.mean(update[name] for update in updates) for name in updates[0]}
-        metrics |= step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
-        yield state, rollout, metrics
+        metrics = step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config)
+        metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        yield state, rollout, {"step": state.step, "step_time": time.perf_counter() - started, **metrics}
 
 
 def initial_state(policy, config, saved=None):
@@ -668,11 +666,11 @@ def initial_state(policy, config, saved=None):
     if reference and saved["reference"]:
         reference.load_state_dict(saved["reference"])
     step, updates_per_step = saved["step"], config.num_iterations * config.num_mini_batches
-    optimizer.param_groups[0]["initial_lr"] = config.learning_rate      # what the schedule multiplies
+    optimizer.param_groups[0]["initial_lr"] = config.learning_rate      # the schedule multiplies it, and goes
     scheduler = get_scheduler(
         config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps,
         num_training_steps=config.max_steps * updates_per_step,
-        scheduler_specific_kwargs={"last_epoch": step * updates_per_step - 1})            # counts updates
+        scheduler_specific_kwargs={"last_epoch": step * updates_per_step - 1})  # on after so many updates
     return SimpleNamespace(step=step, optimizer=optimizer, scheduler=scheduler, reference=reference)
 
 
@@ -687,30 +685,29 @@ def mini_batches(config, step):
     """The rows of each update of a step: each of the mu passes splits the batch anew, at random."""
     for iteration in range(config.num_iterations):
         rng = numpy.random.default_rng([config.seed, 5, step, iteration])
-        parts = rng.permutation(config.generation_batch_size).reshape(config.num_mini_batches, -1)
-        yield from torch.tensor(parts).sort(1).values                   # one by one, (B / num_mini_batches,)
+        for rows in numpy.array_split(rng.permutation(config.generation_batch_size), config.num_mini_batches):
+            yield torch.tensor(numpy.sort(rows))                        # about (B / num_mini_batches,)
 
 
 def compute_rewards(reward_funcs, rollout):
     """Algorithm 1, line 8: what each reward function says of each completion, (B, F), None as NaN."""
     ids = [row[mask != 0].tolist() for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
+    columns |= dict(prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
     rewards_per_func = []
     for function in reward_funcs:
-        columns = {name: [row[name] for row in rollout.rows] for name in rollout.rows[0]}
-        columns["prompts"] = columns.pop("prompt")
-        columns |= {"completions": rollout.completions, "completion_ids": ids}
         rewards = list(function(**copy.deepcopy(columns)))              # what a function changes is its own
         if len(rewards) != len(ids) or not all(x is None or math.isfinite(x) for x in rewards):
-            raise InputError(f"reward function {function.__name__}: got {rewards!r:.99}; "
-                             f"allowed is {len(ids)} finite numbers or None")
+            raise InputError(f"function {function.__name__}: got {rewards!r:.99}; allowed: {len(ids)} floats")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.logps.device).T                  # (B, F)
 
 
 def score_parts(model, rollout, rows, advantages, config):
-    """Score the completions of these rows, as many in one pass as the config says, but skip rows that cost no
-    pass because their gradient is 0: if the loss mask is empty, or if beta = 0 and all advantages are 0.
-    Those still count in the denominators of the loss. Yields: the rows of a part, their log-probs (part, T).
+    """Score these rows in parts of one pass each. Yields: the rows of a part, their log-probs (part, T).
+
+    A row is skipped, because its gradient is 0, if its loss mask is empty, or if beta = 0 and all its
+    advantages are 0. It still counts in the denominators of the loss.
     """
     rows = rows.to(advantages.device)
     has_advantage = advantages[rows].reshape(len(rows), -1).any(1)                        # (rows,)
@@ -735,10 +732,10 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     """Algorithm 1, line 11: one step of AdamW on the loss of these rows; gradients of parts add up."""
     mask = rollout.loss_mask                                                              # (B, T)
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
+    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)          # if no row learns
     weights = state.optimizer.param_groups[0]["params"]
-    for weight in weights:      # zeros, not None: AdamW skips a weight without a gradient, but where no row
-        weight.grad = torch.zeros_like(weight)          # learns the weights still move by their momentum
+    for weight in weights:                              # AdamW passes over a weight whose gradient is None; a
+        weight.grad = torch.zeros_like(weight)          # gradient of 0 still moves it, by momentum and decay
     for part, logps in score_parts(policy, rollout, rows, advantages, config):
         loss, part_metrics = grpo_loss(
             logps, advantages[part], mask[part], old_logps=old_logps[part],
@@ -747,9 +744,8 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
-    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(
-        weights, config.max_grad_norm or math.inf, error_if_nonfinite=True).item()
-    metrics["learning_rate"] = state.scheduler.get_last_lr()[0]
+    norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm or math.inf, error_if_nonfinite=True)
+    metrics |= {"grad_norm": norm.item(), "learning_rate": state.scheduler.get_last_lr()[0]}
     state.optimizer.step()
     state.scheduler.step()
     return metrics
@@ -776,10 +772,11 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
 # or sapo would change the gradient. dapo is without its dynamic sampling and overlong punishment; cispo's cap
 # is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
-    "deepseekmath": dict(loss_type="grpo", beta=0.04, num_generations=64, generation_batch_size=1024,
-                         max_completion_length=1024),
+    "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
+                         generation_batch_size=1024, max_completion_length=1024),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
-    "dapo": dict(loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True, num_mini_batches=16),
+    "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True,
+                 num_mini_batches=16),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
                  num_mini_batches=4),
     "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, num_mini_batches=16),
@@ -892,13 +889,13 @@ def make_output_dir(folder, checkpoint):
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     folder = Path(folder or home or next(name for name in names if not os.path.exists(name)))
     folder.mkdir(parents=True, exist_ok=True)
-    is_free = not os.listdir(folder) or folder.resolve() == home
-    assert is_free, f"output_dir: got {folder}; allowed is a new or empty folder"
+    assert folder.resolve() == home or not os.listdir(folder), f"output_dir: got {folder}, not new or empty"
     return folder
 
 
 def save_checkpoint(policy, tokenizer, state, folder):
     """Write folder/checkpoint-STEP in Hugging Face's format, under another name until it is whole."""
+    assert all(weight.isfinite().all() for weight in policy.parameters()), "the weights are not finite"
     target = Path(folder, f"checkpoint-{state.step}")
     policy.save_pretrained(f"{target}.new")
     tokenizer.save_pretrained(f"{target}.new")
@@ -907,21 +904,21 @@ def save_checkpoint(policy, tokenizer, state, folder):
     torch.save(saved, f"{target}.new/trainer_state.pt")
     shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")             # the lines up to this step
     os.rename(f"{target}.new", target)
-    for path in set(target.parent.glob("checkpoint-*")) - {target}:     # older ones, and what a kill left
+    for path in set(target.parent.glob("checkpoint-*[0-9]")) - {target}:                  # the older one
         shutil.rmtree(path)
 
 
 def parse_options(argv):
     """The GRPOConfig of a run, and its other options."""
     from transformers import HfArgumentParser
-    parser = HfArgumentParser(GRPOConfig, prog="grpo.py", allow_abbrev=False)
+    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="tiny, or the folder or hub name of a causal LM")
     parser.add_argument("--dataset", help="a file of JSON Lines: prompt (text or messages), further columns")
     parser.add_argument("--eval_dataset", help="such a file, answered greedily before and after training")
     parser.add_argument("--reward_funcs", nargs="+", default=["accuracy", "think_format"], help="or file.py:f"
                         "; accuracy compares texts, worked_examples/scripts/math_reward.py numbers, formulas")
-    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets; flags and what tiny sets win")
-    parser.add_argument("--resume_from_checkpoint", help="the checkpoint-STEP folder of this command's run")
+    parser.add_argument("--preset", choices=PRESETS, help="what a paper sets, below flags and tiny's own")
+    parser.add_argument("--resume_from_checkpoint", help="a checkpoint-STEP folder; repeat the other flags")
     parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
     options = parser.parse_args(argv)                                   # model and preset give the defaults
     parser.set_defaults(**PRESETS.get(options.preset, {}) | (TINY if options.model == "tiny" else {}))
@@ -942,13 +939,13 @@ def run(config, options, argv):
         assert len(config.reward_weights or reward_funcs) == len(reward_funcs), "reward_weights: one each"
         for row in dataset[:1] + held_out[:1]:
             assert "accuracy" not in options.reward_funcs or "solution" in row, "dataset: has no solution"
-        policy, tokenizer = load_model(checkpoint or options.model, config.seed)
-        rows = dataset + held_out
-        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1) for row in rows)
-        room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
-        assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         if checkpoint:
             saved = torch.load(f"{checkpoint}/trainer_state.pt", map_location="cpu", weights_only=True)
+        policy, tokenizer = load_model(checkpoint or options.model, config.seed)
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
+                      for row in dataset + held_out)
+        room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
+        assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
         folder = make_output_dir(config.output_dir, checkpoint)
     except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error
@@ -959,7 +956,6 @@ def run(config, options, argv):
     if checkpoint:
         shutil.copy(f"{checkpoint}/metrics.jsonl", folder)              # forget the steps after it
     if held_out:
-        print(f"before step {state.step + 1}:")
         before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
@@ -976,21 +972,19 @@ def run(config, options, argv):
         last = get_last_checkpoint(folder) or checkpoint
         if last:
             again = shlex.join(["python", sys.argv[0], *argv, "--resume_from_checkpoint", last])
-            print(f"stopped in step {state.step + 1}; to go on after step {last.rpartition('-')[2]}: {again}")
+            print(f"stopped; to go on after step {last.rpartition('-')[2]}: {again}")
         raise
     print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
     if held_out:
-        print(f"after step {state.step}:")
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         name = options.reward_funcs[0]
         print(f"held-out {name}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
 
 
-def main(argv=None):
+def main(argv):
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    argv = sys.argv[1:] if argv is None else argv
     try:
         run(*parse_options(argv), argv)
     except InputError as error:
@@ -1002,4 +996,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

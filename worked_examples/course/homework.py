@@ -53,7 +53,7 @@ def new(path, variant):
     """Write the file for the student; an error if it exists."""
     paragraphs = text_of(GRPO).split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
-    shapes = next(text for text in paragraphs if "A wrong shape" in text).partition(" Left out")[0]
+    shapes = next(text for text in paragraphs if text.startswith("The Args")).partition(" Left out")[0]
     table, ablations = (text_of(COURSE).partition(f"\n## {title}\n\n")[2].partition("\n\n")[0]
                         for title in ("The rungs", "Three ablations to hand in"))
     tasks = [f"Rung {number}. {text}" for number, (text, _) in rungs().items()]
@@ -153,7 +153,8 @@ def compare(paths, seeds, flags):
             policy.load_state_dict(starts[seed])
             rewards = [grpo.accuracy_reward, grpo.think_format_reward]
             curves.append([row["reward"] for _, _, row in grpo.train(policy, tokenizer, problems, rewards, config)])
-            greedy.append(grpo.held_out_accuracy(policy, tokenizer, held_out))
+            print(f"{path}, seed {seed}:")
+            greedy.append(grpo.evaluate(policy, tokenizer, held_out, rewards, config))
         third = max(len(curves[0]) // 3, 1)
         for i in range(0, len(curves[0]), third):
             means = [statistics.mean(curve[i:i + third]) for curve in curves]

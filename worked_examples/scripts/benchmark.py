@@ -5,7 +5,8 @@
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
 The floor is the model's bare passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), one
-forward and backward of those that learn. In each round all that is compared takes its turn; a line is the median over
+forward and backward of those that learn. A step has in addition the pass that scores log π_old, and on the tiny task a
+second update. In each round all that is compared takes its turn; a line is the median over
 the rounds, and the range. On CPU the seconds are those of one thread, which a busy machine changes little.
 """
 
@@ -104,7 +105,7 @@ def bare_update(model, rollout, rows, config):
 
 def compare_with_floor(job, rounds):
     model, tokenizer, problems, reward_funcs, options = job
-    table, sampling, scoring, steps, bare_samples, bare_updates, learning = defaultdict(list), [], [], [], [], [], []
+    table, sampling, scoring, old, steps, bare_samples, bare_updates, learning = defaultdict(list), *([] for _ in range(7))
     config, reward_funcs = grpo.GRPOConfig(**options), [timed(f, scoring) for f in reward_funcs]
 
     def keep_advantages(rewards_per_func, rollout, config):
@@ -114,20 +115,22 @@ def compare_with_floor(job, rounds):
 
     policy = copy.deepcopy(model)
     run = grpo.train(policy, tokenizer, problems, reward_funcs, config, compute_advantages=keep_advantages)
-    with patch.object(grpo, "generate", timed(grpo.generate, sampling)):
+    timers = dict(generate=timed(grpo.generate, sampling), score_rollout=timed(grpo.score_rollout, old))
+    with patch.multiple(grpo, **timers):
         for round in range(rounds + 1):
             _, rollout, _ = timed(next, steps)(run)
             rows, lengths = learning[-1], rollout.completion_mask.sum(1)
             timed(bare_sampling, bare_samples)(model, rollout, config)
             timed(bare_update, bare_updates)(model, rollout, rows, config)
             step, sample, score = steps[-1], sampling[-1], sum(scoring[-len(reward_funcs) :])
-            update, floor = step - sample - score, bare_samples[-1] + bare_updates[-1]
+            update, floor = step - sample - score - old[-1], bare_samples[-1] + bare_updates[-1]
             row = {
                 "a step (s)": step, "  sampling (s)": sample, "  scoring: the rewards (s)": score,
-                "  update, and the rest (s)": update, "the floor (s)": floor, "  bare sampling (s)": bare_samples[-1],
+                "  log π_old (s)": old[-1], "  updates, and the rest (s)": update,
+                "the floor (s)": floor, "  bare sampling (s)": bare_samples[-1],
                 "  bare forward and backward (s)": bare_updates[-1], "step / floor": step / floor,
                 "sampling / bare sampling": sample / bare_samples[-1],
-                "update / bare forward and backward": update / bare_updates[-1], "rows that learn": len(rows),
+                "updates / bare forward and backward": update / bare_updates[-1], "rows that learn": len(rows),
                 "sampled tokens a second": lengths.sum().item() / sample,
                 "learned tokens a second": lengths[rows].sum().item() / update}
             for name, value in row.items():

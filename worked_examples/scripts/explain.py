@@ -85,23 +85,23 @@ def next_token_probs(policy, rollout, beginning, config):
 
 def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, score=lambda rollout: 3):
     """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
-    config = replace(config, generation_batch_size=config.num_generations, max_steps=200)
-    parts = torch.arange(config.num_generations).split(config.per_device_train_batch_size)
+    config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1, max_steps=200)
     seen = SimpleNamespace(updates=[], probs=[])
 
-    def note_logps(*_):
+    def note_logps(*_):                                                 # of all rows, also of those that do not learn
+        rollout = seen.rollout._replace(loss_mask=seen.rollout.completion_mask)
+        seen.updates.append(grpo.score_rollout(policy, rollout, torch.ones_like(seen.advantages), config))
         with torch.no_grad():
-            seen.updates.append(torch.cat([grpo.rollout_logps(policy, seen.rollout, part, config) for part in parts]))
             seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
         seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
         seen.mean, seen.std = (x.item() for x in grpo.group_stats(seen.rewards, len(seen.rewards)))
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        seen.mask, _ = grpo.microbatches(seen.advantages, rollout, config)
+        seen.mask = rollout.loss_mask
         seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
         seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
-        seen.parts = {grpo.reward_name(f): column for f, column in zip(reward_funcs, rewards_per_func.T)}
+        seen.parts = {f.__name__: column for f, column in zip(reward_funcs, rewards_per_func.T)}
         note_logps()
         return seen.advantages
 
@@ -114,11 +114,8 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, score=
 
 def loss_options(config):
     """What train passes to grpo_loss besides tensors, with the number that an epsilon_high of None stands for."""
-    names = ("beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
-             "max_completion_length")
     default = 5.0 if config.policy_loss == "cispo" else config.epsilon
-    high = default if config.epsilon_high is None else config.epsilon_high
-    return {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon, "epsilon_high": high}
+    return grpo.loss_options(config) | {"epsilon_high": default if config.epsilon_high is None else config.epsilon_high}
 
 
 def group_data(seen, tokenizer, config):
@@ -190,7 +187,7 @@ def main(argv):
     if own.html:
         return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
     print(f"{len(seen.rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
-    by_reward = seen.rewards.nan_to_num(-torch.inf).argsort(descending=True, stable=True).tolist()
+    by_reward = seen.rewards.argsort(descending=True, stable=True).tolist()
     for i in by_reward if own.all else (by_reward[0], by_reward[-1]):
         show(seen, i, tokenizer, config)
     print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, mean {seen.mean:.4f}, std {seen.std:.4f}")

@@ -95,7 +95,7 @@ def main():
     problems, held_out = grpo.tiny_problems(config.seed)
     grpo.cold_start(policy, tokenizer, problems, config.seed, steps=options.cold_start_steps)
     print("before:")
-    before = grpo.held_out_accuracy(policy, tokenizer, held_out)
+    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
     hotter = dataclasses.replace(config, temperature=1.5)     # at 1 most mistakes are one: the carry that is forgotten
     for step in range(config.max_steps, config.max_steps + options.first_batches):        # samples of no step to come
@@ -112,7 +112,7 @@ def main():
             reward_model.learn(pairs, earlier, options.updates)
             earlier, pairs = earlier + pairs, []
     print("after:")
-    after = grpo.held_out_accuracy(policy, tokenizer, held_out)
+    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"true accuracy: {before:.2f} -> {after:.2f}")
 
 

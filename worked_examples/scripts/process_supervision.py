@@ -88,10 +88,10 @@ def main():
     policy = grpo.tiny_model(tokenizer, options.seed)
     problems, held_out = grpo.tiny_problems(options.seed)
     grpo.cold_start(policy, tokenizer, problems, options.seed, steps=options.cold_start_steps)
-    print("before:")
-    before = grpo.held_out_accuracy(policy, tokenizer, held_out)
-
     config = grpo.GRPOConfig(**grpo.TINY | dict(max_steps=options.max_steps, seed=options.seed))
+    print("before:")
+    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
+
     compute_advantages = functools.partial(step_advantages, tokenizer=tokenizer)
     steps = grpo.train(
         policy, tokenizer, problems, [grpo.accuracy_reward], config, compute_advantages=compute_advantages)
@@ -100,7 +100,7 @@ def main():
         if state.step == 1:
             show_an_answer(rollout, config, tokenizer)
     print("after:")
-    after = grpo.held_out_accuracy(policy, tokenizer, held_out)
+    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"held-out accuracy: {before:.2f} -> {after:.2f}")
 
 

@@ -33,7 +33,7 @@ def leave_one_out_advantages(rewards, num_generations):
     """Compare each answer with the mean of the other answers in its group.
 
     A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
-    A baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (n-1)/n.
+    On-policy, a baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (n-1)/n.
     Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a NaN reward and without others.
     """
     centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)
@@ -66,7 +66,7 @@ def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
     """Make PPO's token rewards: a KL penalty at every token, the answer's score at the last one.
 
     r_t = -β·(log π_θ - log π_ref) + [t is the last real token]·score.
-    Source: DeepSeekMath eq. 2. GRPO has the KL in the loss instead, so that it does not blur the advantages.
+    Source: DeepSeekMath eq. 2. GRPO has the KL in the loss instead, where the group's std does not divide it.
     Args: scores (B,), the r_i. Returns: (B, T) in reward units, 0 at padding.
     """
     assert scores.shape == logps.shape[:1], f"scores: got {scores.shape}; allowed is {logps.shape[:1]}"
@@ -78,11 +78,11 @@ def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
 
 
 def top_entropy_mask(entropies, completion_mask, quantile):
-    """Keep the tokens at which the policy is least sure: the top fraction of the real tokens by entropy.
+    """Keep the tokens at which the policy is least sure: about the top fraction of the real tokens by entropy.
 
-    mask_t = 1 where H_t >= the (1 - quantile)-quantile of all H; ties are kept.
-    Source: Wang et al. (arXiv:2506.01939), 20% of the tokens carry the learning; TRL's top_entropy_quantile.
-    Args: entropies (B, T); quantile, the fraction to keep. Returns: (B, T) of completion_mask's dtype.
+    mask_t = 1 where H_t >= the (1 - quantile)-quantile of the real tokens' H, interpolated; ties are kept.
+    Source: Wang et al. (arXiv:2506.01939), who train on the top 20%; TRL's top_entropy_quantile.
+    Args: entropies (B, T); quantile, the fraction (0.3 of 5 tokens keeps 2). Returns: (B, T), in the mask's dtype.
     """
     assert entropies.shape == completion_mask.shape, (
         f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
@@ -96,7 +96,8 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):
     """Correct for a sampler whose log-probs differ slightly from the trainer's (other engine, precision).
 
     w = min(exp(log π_old - log π_sampler), cap), of any shape; a constant (detach) that weights the advantages.
-    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl); TRL's vllm_importance_sampling_correction.
+    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl). TRL's vllm_importance_sampling_mode token_truncate
+    with clip_max 2; TRL 1.16's default is sequence_mask with 3: one weight for an answer, 0 above 3.
     """
     assert old_logps.shape == sampling_logps.shape, (
         f"sampling_logps: got {sampling_logps.shape}; allowed is {old_logps.shape}")

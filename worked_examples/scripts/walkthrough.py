@@ -35,7 +35,7 @@ grpo.cold_start(policy, tokenizer, problems, seed=0)
 reference = copy.deepcopy(policy)                                         # line 3 of Algorithm 1: π_ref ← π_θ
 for_train = copy.deepcopy(policy)                                         # for the last cell
 
-# %% Lines 5 to 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers. The policy is now also π_old.
+# %% Lines 5 and 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers.
 # Expect complete answers of about 20 tokens; where there is a carry, it is often forgotten.
 batch = grpo.sample_batch(problems, config, step=0)
 rollout = grpo.sample_rollout(policy, tokenizer, batch, config, step=0)
@@ -65,15 +65,19 @@ torch.testing.assert_close(groups[std > 0].square().sum(1), torch.full_like(std[
 of_tokens = grpo.broadcast_advantages(advantages, mask)                                                       # (B, T)
 assert torch.equal(of_tokens[:, 0], advantages) and not of_tokens[mask == 0].any()
 
-# %% Score the answers with the same weights: log π_θ of each token. Expect the sampler's own numbers, up to rounding.
+# %% Line 6: π_old ← π_θ. No weights are copied: the answers are scored before the first update, without a gradient, and
+# log π_old of each token is kept. Expect the sampler's own numbers, up to rounding.
 inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, mask)
-logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
-old_logps = logps.detach()
-print("greatest difference to the sampler:", ((logps - rollout.logps) * mask).abs().max().item())
+with torch.no_grad():
+    old_logps, _ = grpo.per_token_logps(policy, *inputs)                                                      # (B, T)
+print("greatest difference to the sampler:", ((old_logps - rollout.logps) * mask).abs().max().item())
 torch.testing.assert_close(old_logps, rollout.logps, atol=1e-4, rtol=0)
 
-# %% Line 10: the loss on-policy. All ratios are 1, and the policy is still equal to the reference. Expect a loss of 0, a
-# KL of 0, and no clipped token. The gradient is not 0: two cells below.
+# %% Line 10: score them once more, with a gradient, and take the loss. The policy has not moved since it was π_old and
+# the reference. Expect the same log-probs, so ratios of 1, a loss of 0, a KL of 0, and no clipped token. The gradient
+# is not 0: two cells below.
+logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
+assert torch.equal(logps, old_logps)
 options = dict(ref_logps=old_logps, beta=config.beta, loss_type=config.loss_type)
 loss, metrics = grpo.grpo_loss(logps, advantages, mask, old_logps=old_logps, **options)
 print(f"loss {loss.item():.6f}, {metrics}")

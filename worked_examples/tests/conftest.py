@@ -60,7 +60,7 @@ SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_
 
 def by_row(completions, **kwargs):
     """Rewards that no sample changes; in the first two groups of four, two are its mean."""
-    return [float(digit) for digit in "021101210213"[:len(completions)]]
+    return [float(digit) for digit in "021101210213201102212010"[:len(completions)]]
 
 
 def first_two(completions, **kwargs):
@@ -116,7 +116,11 @@ def cli(*arguments):
 
 
 def resume(data, folder, **options):
-    return cli(*command(data, **dict(max_steps=5, resume_from_checkpoint=folder / "checkpoint") | options))
+    return cli(*command(data, **dict(max_steps=5, resume_from_checkpoint=last_checkpoint(folder)) | options))
+
+
+def last_checkpoint(folder):
+    return max(folder.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def python(*arguments, **environment):
@@ -134,7 +138,7 @@ def files_of(folder):
 
 
 def weights_of(folder):
-    return safetensors.torch.load_file(folder / "checkpoint/model.safetensors")
+    return safetensors.torch.load_file(last_checkpoint(folder) / "model.safetensors")
 
 
 def assert_same_run(a, b):
@@ -161,11 +165,11 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def data(models, tmp_path):
-    """A folder with the models, two datasets (a byte order mark and blank lines are no rows) and a file of rewards."""
+    """A folder with the models, two datasets (a byte order mark is not part of a row) and a file of rewards."""
     text = grpo.tiny_problems(0)[0][:12]
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in text]
     for name, rows in (("text", text), ("chat", chat)):
-        (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n  \n\n".join(map(json.dumps, rows)) + "\n\n")
+        (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "models").symlink_to(models)
     return tmp_path

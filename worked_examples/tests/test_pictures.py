@@ -201,6 +201,3 @@ def test_the_committed_pictures_and_page_are_those_of_the_code_and_keep_their_bo
     page, data = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8"), figures.group_of_the_page()
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert page == explain.page(data) and len(page.encode()) <= 400_000 and "://" not in page
-    for name, lines in ("explain.py", 200), ("group_page.html", 280):
-        text = (EXAMPLES / "scripts" / name).read_text(encoding="utf-8").splitlines()
-        assert len(text) <= lines and max(map(len, text)) <= 120

@@ -8,6 +8,7 @@ grpo.train; the figures of both are printed, and the exit code is 1 where they d
 """
 import copy
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -20,17 +21,23 @@ import grpo
 
 
 def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
-    """grpo.py's options are TRL's, under the same names, except for those that stand here."""
+    """grpo.py's options are TRL's, under the same names, except for those that stand here.
+
+    num_mini_batches is steps_per_generation / gradient_accumulation_steps in TRL, which splits the answers of a step
+    once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part.
+    """
     processes = int(os.environ.get("WORLD_SIZE", 1))            # as accelerate says it
-    words, share = dict(vars(config)), config.generation_batch_size // processes
+    words, part = dict(vars(config)), config.generation_batch_size // config.num_mini_batches // processes
+    updates = config.num_iterations * words.pop("num_mini_batches")                     # in a step
     policy_loss, loss_type = words.pop("policy_loss"), config.loss_type
     assert policy_loss == "clip" or (policy_loss, loss_type) in [("cispo", "dapo"), ("sapo", "grpo")], "not in TRL"
-    rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= config.per_device_train_batch_size)
+    rows = max(n for n in range(1, part + 1) if part % n == 0 and n <= config.per_device_train_batch_size)
     words |= dict(
         loss_type=loss_type if policy_loss == "clip" else policy_loss, output_dir=config.output_dir or "trl-output",
-        per_device_train_batch_size=rows, gradient_accumulation_steps=share // rows,    # an update is a whole batch
-        max_steps=config.max_steps * config.num_iterations, ref_model_mixup_alpha=1.0,  # TRL counts updates
-        ref_model_sync_steps=config.ref_model_sync_steps * config.num_iterations, report_to="none")
+        per_device_train_batch_size=rows, gradient_accumulation_steps=part // rows,     # an update is a mini-batch
+        max_steps=config.max_steps * updates, ref_model_mixup_alpha=1.0,                # TRL counts updates
+        ref_model_sync_steps=config.ref_model_sync_steps * updates, save_steps=config.save_steps * updates,
+        save_total_limit=1, report_to="none")
     parser = trl.TrlParser(trl.GRPOConfig, allow_abbrev=False)
     parser.set_defaults(logging_steps=1, disable_dropout=True, **words | changes)
     (args,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
@@ -40,6 +47,7 @@ def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollou
 
 def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
     """Take the steps of grpo.train, then TRL's on the same prompts and completions."""
+    assert config.num_mini_batches == 1, "num_mini_batches: allowed with --compare is 1, TRL draws other parts"
     steps = list(grpo.train(copy.deepcopy(policy), tokenizer, dataset, reward_funcs, config))
     rollouts, difference = [rollout for _, rollout, _ in steps], 0.0
     prompts = [row for rollout in rollouts for row in rollout.rows[:: config.num_generations]]
@@ -54,9 +62,10 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
     trainer.train()
     for _, _, ours in steps:
         updates = [trainer.state.log_history.pop(0) for _ in range(config.num_iterations)]
-        for name, theirs in ("reward", updates[0]), ("loss", updates[-1]), ("grad_norm", updates[-1]):
-            print(f"step {ours['step']}  {name:10} grpo.py {ours[name]:12.8f}   TRL {theirs[name]:12.8f}")
-            difference = max(difference, abs(ours[name] - theirs[name]))
+        for name in ("reward", "loss", "grad_norm"):            # with several updates, their means
+            theirs = statistics.mean(update[name] for update in updates if name in update)
+            print(f"step {ours['step']}  {name:10} grpo.py {ours[name]:12.8f}   TRL {theirs:12.8f}")
+            difference = max(difference, abs(ours[name] - theirs))
     print(f"greatest difference: {difference:.1e}")
     sys.exit(difference > 1e-5)
 
@@ -64,6 +73,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
     config, options = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     if options.model == "tiny":
         torch.set_num_threads(1)                                # for so small a model, more would wait
         tokenizer, (dataset, held_out) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
@@ -71,14 +81,13 @@ if __name__ == "__main__":
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
-        before = grpo.held_out_accuracy(policy, tokenizer, held_out)
+        before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
     else:
         dataset = grpo.load_dataset(options.dataset)
         policy, tokenizer = grpo.load_model(options.model)
-    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     run = compare if "--compare" in sys.argv else make_trainer
     trainer = run(policy, tokenizer, dataset, reward_funcs, config, sys.argv[end + 1 :])
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     if options.model == "tiny":
-        after = grpo.held_out_accuracy(policy.eval(), tokenizer, held_out)
+        after = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)
         print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")

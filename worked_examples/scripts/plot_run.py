@@ -1,0 +1,66 @@
+"""Draw one or several runs: reward, entropy, clipped tokens and length of the answers over the steps.
+
+    python worked_examples/scripts/plot_run.py RUN [RUN ...] [--output run.png]
+
+A RUN is the folder of a run, or its metrics.jsonl. Thin lines are the steps, thick ones the mean of the last ten steps.
+A panel is left out if no run has its metric. eval_reward, TRL's name for the reward of held-out problems, is one that
+your own loop would add to the lines; grpo.py prints what it measures before and after training.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+
+PANELS = {"reward": "reward", "eval_reward": "reward of held-out problems", "entropy": "entropy (nats per token)",
+          "clip_ratio/region_mean": "share of tokens clipped", "completions/mean_length": "tokens of an answer"}
+
+
+def load(run):
+    """The lines of a run, one for each step."""
+    path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not lines or not all(isinstance(line, dict) and "step" in line for line in lines):
+        raise ValueError(f"{path}: allowed is a JSON object with a step in each line")
+    return lines
+
+
+def draw(runs):
+    """A figure with a panel for each metric, and in it a line for each run."""
+    panels = [name for name in PANELS if any(name in line for lines in runs.values() for line in lines)]
+    if not panels:
+        raise ValueError(f"there is none of the metrics {', '.join(PANELS)}")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.2), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], panels):
+        for number, (run, lines) in enumerate(runs.items()):
+            steps = [line["step"] for line in lines if name in line]
+            values = [line[name] for line in lines if name in line]
+            smooth = [statistics.mean(values[max(0, i - 9):i + 1]) for i in range(len(values))]
+            axis.plot(steps, values, color=f"C{number}", lw=0.8, alpha=0.4)
+            axis.plot(steps, smooth, color=f"C{number}", lw=2.2, label=run)
+        axis.set(title=PANELS[name], xlabel="step")
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(prog="plot_run.py", usage=__doc__, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--output", default="run.png", metavar="FILE.png")
+    parser.error = lambda message: parser.exit(2, f"plot_run.py: error: {message}\n")
+    options = parser.parse_args(argv)
+    try:
+        draw({run: load(run) for run in options.runs}).savefig(options.output, dpi=120)
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(f"{options.output}: {', '.join(options.runs)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
