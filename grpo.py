@@ -60,7 +60,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over the functions that did not abstain.
 
     Args: rewards_per_func (B, F), NaN where a function returned None; reward_weights (F,), None: 1 each.
-    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,). A row in which all abstained is an error.
+    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,). A row in which all abstained is an error that names it.
     """
     reward_weights = [1.0] * rewards_per_func.size(1) if reward_weights is None else reward_weights
     unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
@@ -485,7 +485,7 @@ def encode_prompts(tokenizer, prompts, device):
 def all_eos_token_ids(model, tokenizer):
     """All ids that end a completion: the tokenizer's, and those of the model's generation config."""
     more = numpy.atleast_1d(model.generation_config.eos_token_id)       # a list, a number or None
-    return sorted({tokenizer.eos_token_id, *more.tolist()} - {None})
+    return sorted({tokenizer.eos_token_id, *more} - {None})
 
 
 class Rollout(NamedTuple):
@@ -523,7 +523,7 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                                   # (B,)
     learns = terminated | (not config.mask_truncated_completions)                         # (B,)
-    return Rollout([row for row in questions for _ in range(G)], completions,
+    return Rollout([copy.deepcopy(row) for row in questions for _ in range(G)], completions,
                    prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
                    completion_ids, completion_mask, completion_mask * learns.unsqueeze(1),
                    logps, entropies, terminated)
@@ -788,7 +788,7 @@ PRESETS = {
 # --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly forgets the
 # carry (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
-TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, generation_batch_size=128,
+TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, num_generations=8, generation_batch_size=128,
             per_device_train_batch_size=128, max_completion_length=28)
 
 

@@ -32,13 +32,12 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
 def leave_one_out_advantages(rewards, num_generations):
     """Compare each answer with the mean of the other answers in its group.
 
-    A_i = r_i - 1/(n-1)·Σ_{j≠i} r_j = (r_i - mean)·n/(n-1),  n = the group's rewards that are not NaN.
-    On-policy, a baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (n-1)/n.
-    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a NaN reward and without others.
+    A_i = r_i - 1/(G-1)·Σ_{j≠i} r_j = (r_i - mean)·G/(G-1).
+    On-policy, a baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (G-1)/G.
+    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,).
     """
     centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)
-    n = (~rewards.isnan()).reshape(-1, num_generations).sum(1).repeat_interleave(num_generations)         # (B,)
-    return centred * n / (n - 1).clamp(min=1)
+    return centred * num_generations / (num_generations - 1)
 
 
 def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):

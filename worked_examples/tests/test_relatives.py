@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, beyond, columns, default_and,
-                       expect, f64, formula_first, grid, group, grpo, laws_of_padding, logp, nan, reward, slope)
+from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, any_float32, any_junk, beyond,
+                       columns, default_and, expect, f64, formula_first, grid, group, grpo, logp, number, reward, slope)
 
 relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/scripts/relatives.py")
 leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards), len(rewards))
@@ -26,14 +26,20 @@ def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths
     expect(f64(punish(completion_ids=[[7] * n for n in lengths], prompts=None)), want)
 
 
-@pytest.mark.parametrize("missing", [[], pytest.param([nan], marks=beyond("missing"))], ids=str)
-@given(group)
-def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(missing, rewards):
-    """A_i = r_i - mean of the other n - 1 (RLOO); 1, 0, 0, 1 (page 12); 0 for a reward that is missing, or alone"""
-    expect(leave_one_out([1.0, 0.0, 0.0, 1.0] + missing), [2 / 3, -2 / 3, -2 / 3, 2 / 3] + [0.0] * len(missing))
-    want = [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
-    expect(leave_one_out(missing + rewards), [0.0] * len(missing) + want)
-    expect(leave_one_out([2.0, *missing] if missing else [2.0, 2.0]), [0.0, 0.0])
+@given(st.integers(2, 4).flatmap(lambda G: st.lists(st.lists(reward, min_size=G, max_size=G), min_size=1)))
+def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups):
+    """A_i = r_i - mean of the other G - 1 (RLOO): 1, 0, 0, 1 becomes 2/3, -2/3, -2/3, 2/3 (page 12)"""
+    expect(leave_one_out([1.0, 0.0, 0.0, 1.0]), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    G = len(groups[0])
+    want = [[r - (sum(rewards) - r) / (G - 1) for r in rewards] for rewards in groups]
+    expect(relatives.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
+
+
+@beyond("equal")
+@given(st.integers(2, 16), any_float32)
+def test_leave_one_out_advantages_of_equal_rewards_are_exactly_zero_in_float32(G, r):
+    """r_1 = ... = r_G => A = 0 to the last bit"""
+    expect(relatives.leave_one_out_advantages(torch.full((G,), r), G), [0.0] * G, 0)
 
 
 @given(group, reward)
@@ -116,20 +122,53 @@ def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows
     expect(loss(A * weight), want + with_kl)
 
 
-globals().update({name: law for name, law in laws_of_padding({
-    "gae_advantages": lambda x, y, m: torch.cat(relatives.gae_advantages(x, y, m)),
-    "kl_penalized_rewards": lambda x, y, m: relatives.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1),
-    "top_entropy_mask": lambda x, y, m: relatives.top_entropy_mask(x, m, 0.5).double()}).items() if "test_" in name})
+MASKED = [
+    ("gae_advantages", lambda x, y, m: torch.cat(relatives.gae_advantages(x, y, m))),
+    ("kl_penalized_rewards", lambda x, y, m: relatives.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
+    ("top_entropy_mask", lambda x, y, m: relatives.top_entropy_mask(x, m, 0.5).double())]
+of_masked = pytest.mark.parametrize("name, function", MASKED)
+
+
+@of_masked
+@any_junk
+@given(rows=answers(number, number), data=st.data())
+def test_what_is_at_the_padding_reaches_no_value_and_no_slope(name, function, junk, rows, data):
+    """f(junk at the padding) = f(0 there), ∂f too, and ∂f/∂padding = 0"""
+    (x, y, mask), (x0, y0, _) = columns(rows, data.draw(junk, "at the padding")), columns(rows, 0.0)
+    expect(function(x, y, mask), function(x0, y0, mask))
+    want = slope(lambda x: function(x, y0, mask), x0) * mask
+    expect(slope(lambda x: function(x, y, mask), x), want)
+
+
+@of_masked
+@given(answers(number, number))
+def test_one_more_column_of_padding_changes_nothing(name, function, rows):
+    """f(rows padded to T + 1) = f(rows padded to T)"""
+    wider, want = [torch.nn.functional.pad(x, (0, 1)) for x in columns(rows)], function(*columns(rows))
+    expect(function(*wider)[:, : want.size(1)], want)
+
+
+@beyond("masks")
+@of_masked
+@given(answers(number, number), st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32]))
+def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
+    """f(mask of this dtype) = f(mask of 0.0 and 1.0)"""
+    x, y, mask = columns(rows)
+    expect(function(x, y, mask.to(dtype)), function(x, y, mask))
+
+
+x = torch.ones(2, 3)
 
 
 @pytest.mark.errors
-@pytest.mark.parametrize("argument, call", [
-    ("soft_punish_cache", "get_soft_overlong_punishment(4, 5)"), ("values", "gae_advantages(x, x[0], x)"),
-    ("entropies|completion_mask", "top_entropy_mask(x, x[0], 1)"),
-    ("scores", "kl_penalized_rewards(x[0], x, x, x, beta=0.1)"),
-    ("completion_mask", "kl_penalized_rewards(x[:, 0], x, x, x[0], beta=0.1)"),
-    ("sampling_logps|old_logps", "truncated_importance_ratio(x, x[0])")])
-def test_a_wrong_shape_is_an_error_that_names_the_argument(argument, call):
-    """Never a result that was broadcast in silence"""
+@pytest.mark.parametrize("name, argument, arguments, options", [
+    ("get_soft_overlong_punishment", "soft_punish_cache", (4, 5), {}),
+    ("gae_advantages", "values", (x, x[0], x), {}), ("gae_advantages", "values", (x, x, x[0]), {}),
+    ("top_entropy_mask", "entropies|completion_mask", (x, x[0], 1), {}),
+    ("kl_penalized_rewards", "scores", (x[0], x, x, x), dict(beta=0.1)),
+    ("kl_penalized_rewards", "completion_mask", (x[:, 0], x, x, x[0]), dict(beta=0.1)),
+    ("truncated_importance_ratio", "sampling_logps|old_logps", (x, x[0]), {})])
+def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
+    """A result that would be broadcast in silence"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
-        eval(f"relatives.{call}", {"relatives": relatives, "x": torch.ones(2, 3)})
+        getattr(relatives, name)(*arguments, **options)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 TESTS = ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_relatives.py"
-LEVELS = "not beyond and not errors", "beyond and not beyond(step='file')"
+LEVELS = "not beyond and not errors", "beyond"
 
 
 class Results(dict):
