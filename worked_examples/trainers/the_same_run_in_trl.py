@@ -4,7 +4,8 @@
     python worked_examples/trainers/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
 
 The flags are grpo.py's; those behind --trl are TRL's own, and win. With --compare, TRL learns from the completions of
-grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5.
+grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5 (if a figure is
+above 1, of its size).
 """
 import copy
 import os
@@ -65,7 +66,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
         for name in ("reward", "loss", "grad_norm"):            # with several updates, their means
             theirs = statistics.mean(update[name] for update in updates if name in update)
             print(f"step {ours['step']}  {name:10} grpo.py {ours[name]:12.8f}   TRL {theirs:12.8f}")
-            difference = max(difference, abs(ours[name] - theirs))
+            difference = max(difference, abs(ours[name] - theirs) / max(1, abs(theirs)))
     print(f"greatest difference: {difference:.1e}")
     sys.exit(difference > 1e-5)
 
