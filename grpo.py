@@ -60,7 +60,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over the functions that did not abstain.
 
     Args: rewards_per_func (B, F), NaN where a function returned None; reward_weights (F,), None: 1 each.
-    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,). A row in which all abstained is an error that names it.
+    Source: TRL's GRPOTrainer (weighted nansum). Returns: (B,); an error names rows in which all abstained.
     """
     reward_weights = [1.0] * rewards_per_func.size(1) if reward_weights is None else reward_weights
     unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()

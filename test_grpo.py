@@ -84,13 +84,13 @@ def slope(function, x):
 # §1 Rewards -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rewards, weights, want", [                                            # page 7
-    (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), f64([0.7, 0.3]), [0.94, 0.91, -0.06]),
-    (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), None, [1.8, 1.7, -0.2]),
-    pytest.param(f64([[nan, 0.8], [1.0, 0.7]]), [0.7, 0.3], [0.24, 0.91], marks=beyond("missing")),
-    pytest.param(torch.tensor([[1, 1]]), [0.5, 0.25], [0.75], marks=beyond("dtypes"))])
+    (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [f64([0.7, 0.3])], [0.94, 0.91, -0.06]),
+    (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [], [1.8, 1.7, -0.2]),
+    pytest.param(f64([[nan, 0.8], [1.0, 0.7]]), [[0.7, 0.3]], [0.24, 0.91], marks=beyond("missing")),
+    pytest.param(torch.tensor([[1, 1]]), [[0.5, 0.25]], [0.75], marks=beyond("dtypes"))])
 def test_combine_rewards_matches_the_worked_numbers(rewards, weights, want):
     """r_i = Σ_f w_f·r_{i,f}, w_f = 1 unless given, without the functions that abstained (NaN)"""
-    expect(grpo.combine_rewards(rewards, weights), want)
+    expect(grpo.combine_rewards(rewards, *weights), want)
 
 
 @pytest.mark.errors

@@ -155,6 +155,11 @@ def test_a_token_is_chosen_by_click_and_by_keyboard_in_a_browser(show):
             moved = [new - old for new, old in zip(data["updates"][4][i], data["old_logps"][i])]
             log_ratio = statistics.mean(moved) if name == "gspo" else moved[t]      # with gspo, of the answer
             assert float(why.split("\n")[0].split()[-1]) == pytest.approx(math.exp(log_ratio), abs=6e-5)
+            line = find("#sum")[0].text.partition("net push = own ")[2].replace("−", "-")
+            own, p, pushed, net = map(float, re.findall(r"(?<![\d.])[+-]?\d+(?:\.\d+)?", line.replace(" - ", " ")))
+            assert net == pytest.approx(own - p * pushed, abs=0.12 + 6e-4 * abs(pushed))
+            side = ("down lifts", "up lowers")[pushed > own]
+            assert line.endswith("it") == (pushed != own) and (side in line or pushed == own)
     assert not find("#step")[0].is_enabled()                            # no further update: play begins anew
     labels = []
     for _ in range(2):
