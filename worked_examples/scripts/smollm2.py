@@ -122,7 +122,7 @@ def main(argv=None):
     except (OSError, grpo.InputError) as error:
         print("smollm2.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    print("To train it (about MINUTES on one CPU core, 4 GB of memory):\n")
+    print("To train it (seven minutes on one CPU core, 4 GB of memory; a checkpoint takes 1.6 GB of disk):\n")
     print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=options.folder))
     return 0
 
