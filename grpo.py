@@ -945,7 +945,8 @@ def run(config, options, argv):
         longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
                       for row in dataset + held_out)
         room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
-        assert config.max_completion_length <= room, f"max_completion_length: the model's limit is {room}"
+        assert config.max_completion_length <= room, (
+            f"max_completion_length: the model's limit is {room} after a prompt of {longest} tokens")
         folder = make_output_dir(config.output_dir, checkpoint)
     except Exception as error:                                          # whatever a loader raises
         raise InputError(error) from error

@@ -27,6 +27,7 @@ def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollou
     num_mini_batches is steps_per_generation / gradient_accumulation_steps in TRL, which splits the answers of a step
     once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part.
     """
+    assert config.generation_batch_size % config.num_mini_batches == 0, "num_mini_batches: TRL's parts are equal"
     processes = int(os.environ.get("WORLD_SIZE", 1))            # as accelerate says it
     words, part = dict(vars(config)), config.generation_batch_size // config.num_mini_batches // processes
     updates = config.num_iterations * words.pop("num_mini_batches")                     # in a step
