@@ -30,9 +30,9 @@ With one update ρ = 1 and nothing clips. The value of the loss is then a mean o
 gradient is a mean of -A·∇log π: the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
-padding positions, even NaN, affect no result and no gradient. An unknown word, or a (B,) that would broadcast
-against (B, T), is an error that names the argument. Left out on purpose: inference servers, LoRA, images,
-tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
+padding positions, even NaN, affect no result and no gradient. An unknown word, or in grpo_loss a wrong shape,
+is an error that names the argument. Left out on purpose: inference servers, LoRA, images, tools, value
+networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -126,7 +126,7 @@ def broadcast_advantages(advantages, completion_mask):
 def make_completion_mask(completion_ids, eos_token_ids):
     """Mark the real tokens: m_t = 1 if there is no EOS before t, else 0.
 
-    The first EOS counts as real; without it the policy would not learn to stop.
+    The first EOS counts as real; without it the choice to stop, where it was made, has no gradient.
     Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), int64.
     Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part, because it is often the EOS id itself.
     """
@@ -159,7 +159,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
     log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
     Source: TRL's _get_per_token_logps_and_entropies. One pass: use_cache=False, logits_to_keep = T + 1.
-    Args: prompt_ids, prompt_mask (B, L), left-padded, or an error; completion_* (B, T), right-padded.
+    Args: prompt_ids, prompt_mask (B, L), left-padded; completion_* (B, T), right-padded.
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or None.
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got a row that ends in padding; allowed is left-padded"
@@ -296,7 +296,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
         They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
-    Gotcha: on-policy the "clip" loss is a weighted mean of -A, often near 0, but its gradient is not.
+    Gotcha: on-policy the "clip" loss is a weighted sum of -A, often near 0 while its gradient is not.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
@@ -425,7 +425,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record each token's log-prob and the entropy of its choice.
 
     o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token has a
-    uniform number u_t of its own, so a sample does not depend on the rest of the batch. No top_k, no top_p.
+    uniform number u_t of its own, so the rest of the batch matters by rounding alone. No top_k, no top_p.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded. eos_token_ids: one
         or several. uniforms: (P·G, T_max) in [0, 1), or None to take the likeliest token (greedy).
     Returns: completion_ids, completion_mask, logps, entropies (nats), each (P·G, T), T <= T_max.
@@ -508,7 +508,7 @@ def sample_rollout(policy, tokenizer, questions, config, step=None):
     if step is not None:
         G = config.num_generations
         # The numbers follow from (seed, 4, step): a resumed run draws what the whole run would have drawn.
-        # The middle number says what is drawn: 1 sums, 2 the teacher, 3 questions, 4 answers, 5 mini-batches.
+        # The second number says what is drawn: 1 sums, 2 the teacher, 3 questions, 4 answers, 5 mini-batches.
         rng = numpy.random.default_rng([config.seed, 4, step])
         uniforms = torch.tensor(rng.random((len(questions) * G, config.max_completion_length)), device=device)
     prompt_ids, prompt_mask = encode_prompts(tokenizer, [row["prompt"] for row in questions], device)
@@ -550,7 +550,7 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """TRL's names; there cispo, sapo are a loss_type, and max_steps, ref_model_sync_steps count updates."""
+    """Mostly TRL's names. There max_steps counts updates, and cispo and sapo are words of loss_type."""
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option("linear", "constant: no warmup")
     warmup_steps: int = option(0, "updates over which the step size rises from 0")
@@ -577,7 +577,7 @@ class GRPOConfig:
     mask_truncated_completions: bool = option(False, "learn nothing from completions without an EOS")
     sync_ref_model: bool = option(False, "refresh the reference model: Algorithm 1's outer iterations")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
-    seed: int = option(42, "of the samples, of the order of the prompts, of the mini-batches")
+    seed: int = option(42, "of the prompts, samples and mini-batches, and of the tiny model")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
     output_dir: str | None = option(None, "a new or empty folder (grpo-output, else grpo-output-2, ...)")
     save_steps: int = option(10, "steps between checkpoints; the last is kept, and one made at the end")
@@ -631,7 +631,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its tokenizer.
         dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,) or (B, T).
-    Yields: after each step the state, the Rollout and the metrics (means over the updates), TRL's names.
+    Yields: after each step the state, the Rollout and the metrics (of updates: their means), TRL's names.
     """
     state = state or initial_state(policy, config)                                        # line 1
     policy.eval()                                               # dropout would change π in every pass
@@ -643,7 +643,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6, for rows with A
+        old_logps = score_rollout(policy, rollout, advantages, config)            # 6: rows that learn
         ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
         updates = []
         for rows in mini_batches(config, state.step):                                     # 10, 11
@@ -875,9 +875,8 @@ def load_reward_func(name):
     functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
     if os.path.isfile(path):
-        folder, file = os.path.split(os.path.abspath(path))
-        sys.path.insert(0, folder)                                      # it may import its neighbours
-        functions[name] = getattr(importlib.import_module(file.removesuffix(".py")), function, None)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))      # it may import its neighbours
+        functions[name] = getattr(importlib.import_module(Path(path).stem), function, None)
     if functions.get(name) is None:
         raise InputError(f"reward_funcs: got {name}; allowed is accuracy, think_format, unique_name.py:f")
     return functions[name]

@@ -8,7 +8,7 @@ They pass the tests that grpo.py's formulas pass:
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
 grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, no value at padding, not even NaN,
-reaches a result or a gradient of grpo.py, and a wrong shape that would pass in silence is an error there.
+reaches a result or a gradient of grpo.py, and wrong shapes that would broadcast in grpo_loss are errors there.
 """
 
 import torch
