@@ -94,9 +94,9 @@ def csv(name):
     return numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="")
 
 
-def group_of_the_page():
-    """The data in pictures/group.html."""
-    page = (PICTURES / "group.html").read_text(encoding="utf-8")
+def group_of_the_page(name="group.html"):
+    """The data in a page of pictures/."""
+    page = (PICTURES / name).read_text(encoding="utf-8")
     return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
 
 
