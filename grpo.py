@@ -643,7 +643,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, questions, config, state.step)        # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)                         # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)                # 9
-        old_logps = score_rollout(policy, rollout, advantages, config)            # 6: rows that learn
+        old_logps = score_rollout(policy, rollout, advantages, config)                    # 6
         ref_logps = score_rollout(state.reference, rollout, advantages, config) if state.reference else None
         updates = []
         for rows in mini_batches(config, state.step):                                     # 10, 11
