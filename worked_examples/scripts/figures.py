@@ -94,9 +94,9 @@ def csv(name):
     return numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="")
 
 
-def group_of_the_page():
-    """The data in pictures/group.html."""
-    page = (PICTURES / "group.html").read_text(encoding="utf-8")
+def group_of_the_page(name="group.html"):
+    """The data in a page of pictures/."""
+    page = (PICTURES / name).read_text(encoding="utf-8")
     return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
 
 
@@ -407,10 +407,39 @@ def collapse(theme):
     return figure
 
 
+def real_model(theme):
+    """Page 14: real_model.csv."""
+    lines = numpy.genfromtxt(PICTURES / "real_model.csv", delimiter=",", names=True, deletechars="", dtype=None,
+                             encoding="utf-8")
+
+    def smooth(name, metric="reward"):
+        """The mean of a step and of the two before it: a step has only four prompts."""
+        values = lines[metric][lines["run"] == name]
+        return [values[max(0, i - 2):i + 1].mean() for i in range(len(values))]
+
+    figure, panels = plt.subplots(1, 3, figsize=(9.4, 2.9))
+    colours = (theme.blue, theme.orange, theme.ink)
+    groups = (("Three seeds learn", ("seed 42", "seed 43", "seed 44")),
+              ("Three learning rates", ("rate 1e-6", "seed 42", "rate 1e-4")),
+              ("Counting a word is hacked", ("hacked", "mended")))
+    for panel, (title, runs) in zip(panels, groups):
+        for run, colour in zip(runs, colours):
+            metric = "mentions" if run in ("hacked", "mended") else "reward"
+            values = smooth(run, metric)
+            panel.plot(range(1, len(values) + 1), values, color=colour, lw=2,
+                       label="rate 1e-5" if title.endswith("rates") and run == "seed 42" else run)
+        panel.set(xlabel="step", ylim=(0, None))
+        panel.set_title(title)
+        panel.legend(frameon=False, fontsize=8, loc="upper left")
+    panels[0].set_ylabel("right answers of a step")
+    panels[2].set_ylabel("mentions of the topic")
+    return figure
+
+
 DRAWINGS = {"grpo": method_in_one_picture, "curve": learning_curves, "one_page": one_page,
             "loss_and_learning": loss_and_learning, "clipping": clipping, "kl_estimators": kl_estimators,
             "length_bias": length_bias, "variants": variants, "which_groups_teach": which_groups_teach,
-            "collapse": collapse}
+            "collapse": collapse, "real_model": real_model}
 
 
 # The runs -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@
     python worked_examples/trainers/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
 
 The flags are grpo.py's; those behind --trl are TRL's own, and win. With --compare, TRL learns from the completions of
-grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5.
+grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5 (if a figure is
+above 1, of its size).
 """
 import copy
 import os
@@ -66,7 +67,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
         for name in ("reward", "loss", "grad_norm"):            # with several updates, their means
             theirs = statistics.mean(update[name] for update in updates if name in update)
             print(f"step {ours['step']}  {name:10} grpo.py {ours[name]:12.8f}   TRL {theirs:12.8f}")
-            difference = max(difference, abs(ours[name] - theirs))
+            difference = max(difference, abs(ours[name] - theirs) / max(1, abs(theirs)))
     print(f"greatest difference: {difference:.1e}")
     sys.exit(difference > 1e-5)
 
@@ -82,13 +83,16 @@ if __name__ == "__main__":
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
-        before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
     else:
-        dataset = grpo.load_dataset(options.dataset)
+        dataset, held_out = grpo.load_dataset(options.dataset), []
         policy, tokenizer = grpo.load_model(options.model)
+    if options.eval_dataset:
+        held_out = grpo.load_dataset(options.eval_dataset)
+    if held_out:
+        before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
     run = compare if "--compare" in sys.argv else make_trainer
     trainer = run(policy, tokenizer, dataset, reward_funcs, config, sys.argv[end + 1 :])
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
-    if options.model == "tiny":
+    if held_out:
         after = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)
-        print(f"held-out accuracy: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+        print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")

