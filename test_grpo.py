@@ -1151,7 +1151,9 @@ MASKED = [  # a value that must not depend on the padding, from two columns and 
     ("grpo_loss with KL", masked_loss(beta=0.5)), ("grpo_loss cispo", masked_loss(**CISPO)),
     ("grpo_loss of a sequence", masked_loss(**SEQUENCE, loss_type="grpo")),
     ("grpo_loss sapo", masked_loss(**SAPO, loss_type="grpo")),
-    pytest.param("grpo_loss with A of tokens", masked_loss(by_token=True), marks=beyond("shapes"))]
+    pytest.param("grpo_loss with A of tokens", masked_loss(by_token=True), marks=beyond("shapes")),
+    pytest.param("metrics of grpo_loss", lambda x, y, m: f64(list(grpo.grpo_loss(
+        x, y[:, 0], m, old_logps=y, ref_logps=y)[1].values())), marks=beyond("metrics"))]
 of_masked = pytest.mark.parametrize("name, function", MASKED)
 any_junk = pytest.mark.parametrize("junk", [                            # at the padding
     st.sampled_from([-100.0, 3.0]),
