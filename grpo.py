@@ -1,4 +1,4 @@
-"""grpo.py: Group Relative Policy Optimization, one pure function for each equation.
+"""grpo.py: Group Relative Policy Optimization, its equations as pure functions.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer gets a
 score. If it is above the group's mean, the answer's tokens are pushed up; if below, down.
