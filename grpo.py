@@ -1,4 +1,4 @@
-"""grpo.py: Group Relative Policy Optimization, one pure function for each equation.
+"""grpo.py: Group Relative Policy Optimization, its equations as pure functions.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer gets a
 score. If it is above the group's mean, the answer's tokens are pushed up; if below, down.
@@ -30,9 +30,9 @@ With one update ρ = 1 and nothing clips. The value of the loss is then a mean o
 gradient is a mean of -A·∇log π: the policy learns. --preset deepseekmath is the paper's loss.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float; values at
-padding positions, even NaN, affect no result and no gradient. An unknown word, or in grpo_loss a wrong shape,
-is an error that names the argument. Left out on purpose: inference servers, LoRA, images, tools, value
-networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
+padding positions, even NaN, affect no result and no gradient. An unknown word, or in grpo_loss a shape that
+does not fit that of logps, is an error that names the argument. Left out on purpose: inference servers, LoRA,
+images, tools, value networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -198,7 +198,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
-    """Limit the ratio, of any shape, to the range in which samples of π_old still tell how good π_θ is.
+    """Limit the ratio, of any shape: the further π_θ is from π_old, the less the samples say about it.
 
     clip(ρ) = min(max(ρ, 1 - ε_low), 1 + ε_high). What it does to the gradient: see the next function.
     Source: DeepSeekMath eq. 3, where ε_low = ε_high; DAPO (arXiv:2503.14476) §3.1 raises ε_high alone.
@@ -251,7 +251,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
 
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None,
               num_items_in_batch=None, num_rows_in_batch=None):
-    """Average the token losses; the variants differ in the denominator alone.
+    """Add up the token losses, each divided; the variants differ in the denominator alone.
 
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
@@ -292,11 +292,11 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
     Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0): constants.
         policy_loss: which l, clip, cispo or sapo. epsilon_high: None is epsilon_low, or 5.0 with cispo, where
-        it caps ρ. use_bias_correction_kl: ρ·KL replaces KL; s_i·KL at sequence level (arXiv:2512.02556).
+        it caps ρ. use_bias_correction_kl: ρ·KL (arXiv:2512.02556) replaces KL; at sequence level s_i·KL.
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below the range,
         A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean (both); kl, its mean.
         They divide by num_items_in_batch, or by this mask's tokens without it: those of parts add up.
-    Gotcha: on-policy the "clip" loss is a weighted sum of -A, often near 0 while its gradient is not.
+    Gotcha: on-policy, at beta 0, the "clip" loss is a weighted sum of -A, often near 0; its gradient is not.
     """
     assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0 is (B, T)"
     for name, x in (("completion_mask", completion_mask), ("old_logps", old_logps), ("ref_logps", ref_logps)):
@@ -352,7 +352,7 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
 
 
 def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: the gradient is -A·∇ρ at ρ = 1 and fades away from it smoothly.
+    """Replace the clip by a sigmoid σ: the slope ∂l/∂ρ is -A at ρ = 1 and fades away from it smoothly.
 
     l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at ρ = 1.
     Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
@@ -394,7 +394,7 @@ def accuracy_reward(completions, solution, **kwargs):
     r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
 
     The answer follows the last </think>, or is the whole text. If it has a \boxed{}, the last one's content
-    counts, which may hold braces, as in \boxed{\frac{1}{2}}, but none within these.
+    counts. It may hold braces, as in \boxed{\frac{1}{2}}; a box with braces within these is not seen.
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
@@ -760,7 +760,7 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),               # the share cut off
         "entropy": aggregate(rollout.entropies, mask, loss_type="dapo"),                  # mean over tokens
-        # sampler against scorer: if it is more than rounding, a position, temperature or mask is wrong
+        # sampler against scorer: if it is more than rounding, look at positions, temperature, masks, cache
         "sampling/sampling_logp_difference/max": (old_logps - rollout.logps).abs().nan_to_num().max()}
     for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
         metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
