@@ -1099,7 +1099,7 @@ beyond_text = functools.partial(pytest.param, marks=beyond("text"))
     beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 1), beyond_text(r"\boxed{1} 2", "2", 0),
     beyond_text("None", None, nan), beyond_text("", " ", nan)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
-    r"""r = 1 if the text after </think> (its last \boxed{}) is the solution, else 0; no solution: NaN"""
+    r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: NaN"""
     expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])
 
 
