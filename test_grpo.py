@@ -197,7 +197,7 @@ def test_group_advantages_follow_a_permutation_of_the_answers(groups, random):
 @pytest.mark.parametrize("scale_rewards", ["group", "none"])
 @given(batch)
 def test_group_advantages_of_a_group_do_not_see_the_other_groups(scale_rewards, groups):
-    """A(group 1, group 2, ...) = A(group 1), A(group 2), ...: answers to other questions are no baseline"""
+    """A(group 1, group 2, ...) = A(group 1), A(group 2), ...; "batch": the std sees the others"""
     alone = [advantages([group], scale_rewards=scale_rewards) for group in groups]
     expect(advantages(groups, scale_rewards=scale_rewards), torch.cat(alone))
 
@@ -237,7 +237,7 @@ def test_make_completion_mask_matches_the_worked_numbers(ids, eos, want):
 
 @given(st.lists(st.integers(2, 5), max_size=3), st.lists(st.integers(0, 5), max_size=3))
 def test_make_completion_mask_keeps_the_first_eos_and_nothing_behind_it(answer, behind):
-    """|answer| + 1 real tokens in answer, EOS, anything: a policy whose EOS is masked never learns to stop"""
+    """|answer| + 1 real tokens in answer, EOS, anything: a choice to stop that is masked has no gradient"""
     mask = grpo.make_completion_mask(torch.tensor([answer + [1] + behind]), 1)
     expect(mask, [[1.0] * (len(answer) + 1) + [0.0] * len(behind)])
 
@@ -699,7 +699,7 @@ def test_aggregate_is_one_and_the_same_at_equal_lengths(rows):
 @type_of_a_whole_batch
 @given(st.lists(losses, min_size=1, max_size=3), st.randoms())
 def test_aggregate_of_microbatches_adds_up_to_the_whole(loss_type, parts, random):
-    """Σ aggregate(part; rows and tokens of the whole) = aggregate(whole), for any split and order of rows"""
+    """Σ aggregate(part; rows and tokens of the whole) = aggregate(whole), for any split; not bnpo"""
     whole = random.sample(sum(parts, []), sum(map(len, parts)))
     of_parts = sum(aggregate(part, loss_type, **counts_of(whole)) for part in parts)
     expect(of_parts, aggregate(whole, loss_type))
@@ -974,7 +974,7 @@ batch_in_parts = given(st.lists(rated, min_size=1, max_size=3))
 @kinds_of_loss
 @batch_in_parts
 def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, loss_type, parts):
-    """Σ loss(part; rows and tokens of the whole) = loss(whole), whatever the split"""
+    """Σ loss(part; rows and tokens of the whole) = loss(whole), whatever the split; not bnpo"""
     whole, options = sum(parts, []), dict(beta=0.1) | options | of_type(loss_type)
     of_parts = [loss_of(part, **options, **counts_of(whole))[0] for part in parts]
     expect(sum(of_parts), loss_of(whole, **options)[0])
@@ -984,7 +984,7 @@ def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, loss_type, part
 @kinds_of_loss
 @batch_in_parts
 def test_grpo_loss_of_microbatches_has_the_slope_of_the_whole(options, loss_type, parts):
-    """∂loss(part; rows and tokens of the whole) = ∂loss(whole) at each token of the part: gradients add up"""
+    """∂loss(part; rows and tokens of the whole) = ∂loss(whole) at each token of the part; not bnpo"""
     whole, options = sum(parts, []), dict(beta=0.1) | options | of_type(loss_type)
     of_parts = [slopes_of(part, **options, **counts_of(whole)) for part in parts]
     expect(torch.cat(of_parts), slopes_of(whole, **options))
@@ -1099,7 +1099,7 @@ beyond_text = functools.partial(pytest.param, marks=beyond("text"))
     beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 1), beyond_text(r"\boxed{1} 2", "2", 0),
     beyond_text("None", None, nan), beyond_text("", " ", nan)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
-    r"""r = 1 if the solution is what follows the last </think>, or what its last \boxed{} holds; else 0"""
+    r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: NaN"""
     expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])
 
 
@@ -1112,7 +1112,7 @@ def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     beyond_text("<think>1</think>2</think>3", 0), beyond_text("</think><think>1", 0),
     beyond_text("<think>1</think>2<think>", 0)], ids=str)
 def test_think_format_reward_matches_the_worked_answers(answer, want):
-    """r = 1 for <think>...</think> from the first character on, then an answer; else 0"""
+    """r = 1 for one <think>...</think>, from the first character on, then an answer; else 0"""
     expect(numbers(grpo.think_format_reward([answer])), [want])
 
 

@@ -21,7 +21,7 @@ leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards),
     ((1280, 256), [900, 1024, 1088, 1152, 1280, 2000], [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]),                # page 7
     pytest.param((5, 0), [5, 6], [0.0, -1.0], marks=beyond("empty"))], ids=str)
 def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths, want):
-    """r = 0 up to L - c tokens, then falls as (L - c - n)/c, and is -1 from L on (DAPO eq. 13)"""
+    """r = 0 up to L - c tokens, then falls as (L - c - n)/c, and is -1 beyond L (DAPO eq. 13)"""
     punish = relatives.get_soft_overlong_punishment(*limits)
     expect(f64(punish(completion_ids=[[7] * n for n in lengths], prompts=None)), want)
 
@@ -44,7 +44,7 @@ def test_leave_one_out_advantages_of_equal_rewards_are_exactly_zero_in_float32(G
 
 @given(group, reward)
 def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewards, c):
-    """A_i(r_i + c) = A_i(r_i) + c: the baseline does not move with its own answer; GRPO's A is (n - 1)/n of it"""
+    """A_i(r_i + c) = A_i(r_i) + c: the baseline does not move with its own answer; r - mean is (n - 1)/n of it"""
     (first, *rest), n = rewards, len(rewards)
     expect(leave_one_out([first + c, *rest])[0], leave_one_out(rewards)[0] + c)
     expect(leave_one_out(rewards) * (n - 1) / n, advantages([rewards], scale_rewards="none")[0])
