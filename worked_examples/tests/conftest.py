@@ -27,6 +27,22 @@ import grpo
 torch.set_num_threads(1)
 
 
+MODULES = ["conftest", "grpo", "my_grpo", "relatives", "test_grpo", "test_relatives", "test_training"]
+
+
+@contextlib.contextmanager
+def modules_of_their_own(kept):
+    """In here grpo and its laws are these modules, or are imported anew; `kept` has all of them afterwards."""
+    take = lambda: {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
+    ours = take()
+    sys.modules.update(kept)
+    try:
+        yield
+    finally:
+        kept.update(take())
+        sys.modules.update(ours)
+
+
 def make_model(kind, auto_class="AutoModelForCausalLM"):
     """A model of random weights, large enough that its distributions are far from uniform."""
     shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32,

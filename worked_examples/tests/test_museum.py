@@ -7,18 +7,16 @@ import re
 import runpy
 import sys
 import types
-from pathlib import Path
 
 import pytest
+from conftest import EXAMPLES, ROOT, modules_of_their_own
 from hypothesis import Phase, settings
 
-TESTS = Path(__file__).resolve().parent
-EXAMPLES, ROOT = TESTS.parent, TESTS.parents[1]
+TESTS = EXAMPLES / "tests"
 SPOT = runpy.run_path(str(EXAMPLES / "course/spot_the_bug.py"))
 MISTAKES = runpy.run_path(str(TESTS / "mistakes.py"))["MISTAKES"]
 FORMULAS = (EXAMPLES / "formulas.py").read_text()
 FILES = [ROOT / "test_grpo.py", TESTS / "test_relatives.py", TESTS / "test_training.py"]
-MODULES = ["grpo", "my_grpo", "relatives", "conftest", *(path.stem for path in FILES)]
 settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
                           max_examples=10)          # a failure is enough, it need not be shrunk
 
@@ -32,10 +30,6 @@ class Outcomes(collections.Counter):
         self[report.outcome] += report.when == "call"
 
 
-def take(names):
-    return {name: sys.modules.pop(name) for name in names if name in sys.modules}
-
-
 def put(name, text):
     module = sys.modules.setdefault(name, types.ModuleType(name))
     module.__file__ = str(ROOT / f"{name}.py")
@@ -46,23 +40,19 @@ def put(name, text):
 def outcomes():
     """A function: the outcomes of a law, up to its first failure, where the module of this name has this text;
     without a law, of all laws. The tests of each name are modules of their own."""
-    imported, usual = {}, settings.get_current_profile_name()
+    usual, kept = settings.get_current_profile_name(), collections.defaultdict(dict)
 
     def run(name, text, law=None):
-        ours = take(MODULES)
-        sys.modules.update(imported.get(name, {}))
-        put(name, text)
         asked = [f"{path}::{law}" for path in FILES if f"def {law}(" in path.read_text()] if law else FILES[:2]
         quiet = "-q -x --tb=no --assert=plain -p no:cacheprovider -p no:unraisableexception -W ignore".split()
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, modules_of_their_own(kept[name]):
+            put(name, text)
             if name != "grpo":
                 patch.setenv("GRPO_MODULE", sys.modules[name].__file__)
-            if name not in imported:
+            if "test_grpo" not in kept[name]:
                 put("test_grpo", FILES[0].read_text().replace('load_profile("grpo")', 'load_profile("quick")'))
             pytest.main([*quiet, *map(str, asked)], [found := Outcomes()])
-        sys.modules["test_grpo"].grpo.failed.clear()
-        imported[name] = take(MODULES)
-        sys.modules.update(ours)
+            sys.modules["test_grpo"].grpo.failed.clear()
         return found
 
     yield run
