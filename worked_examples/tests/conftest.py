@@ -1,6 +1,7 @@
 """What these tests share: small models, runs of a few steps, command lines, folders of data."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -53,6 +54,15 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return model
+
+
+@functools.cache
+def cold_started(seed):
+    """The weights of the tiny model after 200 steps of its cold start."""
+    tokenizer = grpo.tiny_tokenizer()
+    model = grpo.tiny_model(tokenizer, seed)
+    grpo.cold_start(model, tokenizer, grpo.tiny_problems(seed)[0], seed, steps=200)
+    return model.state_dict()
 
 
 def chat_tokenizer():
