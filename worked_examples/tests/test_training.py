@@ -394,6 +394,8 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over presets."""
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
+    problems, held_out = grpo.tiny_problems(3)
+    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems[:64], held_out))
     monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
     (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
