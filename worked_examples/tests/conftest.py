@@ -26,6 +26,7 @@ import transformers
 import grpo
 
 torch.set_num_threads(1)
+PROBLEMS = grpo.tiny_problems(0)[0][:12]
 
 
 MODULES = ["conftest", "grpo", "my_grpo", "relatives", "test_grpo", "test_relatives", "test_training"]
@@ -95,8 +96,8 @@ def first_two(completions, **kwargs):
 
 def steps_of(model, reward_funcs=(by_row,), train={}, **options):
     """The steps of a short run on a few of the tiny task's problems; train: further arguments of train."""
-    problems, config = grpo.tiny_problems(0)[0][:6], grpo.GRPOConfig(**SMALL | options)
-    return grpo.train(model, grpo.tiny_tokenizer(), problems, reward_funcs, config, **train)
+    config = grpo.GRPOConfig(**SMALL | options)
+    return grpo.train(model, grpo.tiny_tokenizer(), PROBLEMS[:6], reward_funcs, config, **train)
 
 
 REWARDS = '''
@@ -192,9 +193,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def data(models, tmp_path):
     """A folder with the models, two datasets (a byte order mark is not part of a row) and a file of rewards."""
-    text = grpo.tiny_problems(0)[0][:12]
-    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in text]
-    for name, rows in (("text", text), ("chat", chat)):
+    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
+    for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "models").symlink_to(models)

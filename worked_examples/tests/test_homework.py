@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -28,10 +27,6 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0): os._exit(
 '''
 
 
-def course(*words, cwd):
-    return subprocess.run([sys.executable, EXAMPLES / "course/homework.py", *words], capture_output=True, text=True, cwd=cwd)
-
-
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
     """Each exercise is there without its body, with the variant's defaults; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
@@ -43,14 +38,20 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
         assert ast.dump(function.args) == ast.dump(ours[name].args)
     assert list(exercises.written(path)[0].values()) == ["not written"] * 25
     assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
-    assert course("--new", "my_grpo.py", cwd=tmp_path).returncode == 2 and path.read_text(encoding="utf-8") == text
+    with pytest.raises(SystemExit, match="2"):
+        homework.main(["--new", str(path)])
+    assert path.read_text(encoding="utf-8") == text
 
 
-def test_an_answer_is_revealed_after_a_prediction(tmp_path):
+def test_an_answer_is_revealed_after_a_prediction(tmp_path, monkeypatch, capsys):
     """--reveal 3 prints the answer of rung 3 only if predictions.txt has a line "3: ...\""""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "predictions.txt").write_text("1: a collapse\n3:\n")
-    assert "R = 2.0" in course("--reveal", "1", cwd=tmp_path).stdout
-    assert [course("--reveal", number, cwd=tmp_path).stdout for number in ("3", "99")] == ["", ""]
+    assert homework.main(["--reveal", "1"]) == 0 and "R = 2.0" in capsys.readouterr().out
+    for number in ("3", "99"):
+        with pytest.raises(SystemExit, match="2"):
+            homework.main(["--reveal", number])
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])

@@ -19,8 +19,9 @@ import time
 import numpy
 import pytest
 import torch
-from conftest import (ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two,
-                      last_checkpoint, lines_of, make_model, passes_of, python, resume, steps_of, weights_of)
+from conftest import (PROBLEMS, ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of,
+                      first_two, last_checkpoint, lines_of, make_model, passes_of, python, resume, steps_of,
+                      weights_of)
 from tokenizers.processors import TemplateProcessing
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +114,7 @@ def test_every_eos_id_ends_a_completion():
 def test_each_step_has_questions_and_random_numbers_of_its_own():
     """They follow from seed and step alone: a resumed run goes on with those that come next."""
     config, steps, tokenizer = grpo.GRPOConfig(**SMALL), (0, 1, 0), grpo.tiny_tokenizer()
-    batches = [grpo.sample_batch(grpo.tiny_problems(0)[0], config, step) for step in steps]
+    batches = [grpo.sample_batch(PROBLEMS, config, step) for step in steps]
     sample_again = functools.partial(grpo.sample_rollout, make_model("Llama"), tokenizer, batches[0], config)
     for first, second, again in (batches, [sample_again(step).completions for step in steps]):
         assert first == again != second
@@ -339,7 +340,7 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """Any callable gets prompts, completions, their ids without padding, and the dataset's columns, by row."""
-    seen, problems = {}, {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
+    seen, problems = {}, {p["prompt"]: p["solution"] for p in PROBLEMS[:6]}
     look = lambda **columns: seen.update(columns) or by_row(**columns)
     (_, r, metrics), = steps_of(make_model("Llama"), [look, by_row])
     tokenizer = grpo.tiny_tokenizer()
@@ -385,11 +386,6 @@ def test_any_causal_lm_trains_on_a_file(data):
     assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
 
 
-def readme_output():
-    """What README says that the demo prints."""
-    return re.search(r"```\n(  \d\d\+\d\d= .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-
-
 def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over presets."""
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
@@ -403,7 +399,8 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
              "--preset deepseekmath --beta 0.5").split()
     done = cli(*flags, "--output_dir", tmp_path / "out")
     again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
-    for text, count in ((done.out, 2), (again.out, 1), (readme_output(), 10)):
+    readme = re.search(r"```\n(  \d\d\+\d\d= .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    for text, count in ((done.out, 2), (again.out, 1), (readme, 10)):
         steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clipped \d+\.\d%"] * count
         samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
         form = [*samples, *steps, r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
@@ -531,13 +528,10 @@ def test_an_eval_dataset_is_answered_greedily_before_and_after(data):
     assert done.out.splitlines()[-1] == "held-out think_format: 0.00 -> 0.00 (greedy, 12 problems)"
     policy, tokenizer = grpo.load_model(last_checkpoint(data / "out"))
     rows, config = grpo.load_dataset(data / "eval.jsonl"), grpo.GRPOConfig(**SMALL)
-    lengths = [len(ids) for row in rows for ids in lengths_of(grpo.sample_rollout(policy, tokenizer, [row], config))]
+    alone = [grpo.sample_rollout(policy, tokenizer, [row], config) for row in rows]
+    lengths = [rollout.completion_mask.sum().item() for rollout in alone]
     length = lambda completion_ids, **columns: [len(ids) for ids in completion_ids]
     assert grpo.evaluate(policy, tokenizer, rows, [length], config) == statistics.mean(lengths)
-
-
-def lengths_of(rollout):
-    return [ids[mask == 1] for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
 
 
 BAD_ROWS = [  # what a dataset holds, what the one line must say
@@ -649,10 +643,9 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
                 saved = {"step": state.step, "moments": state.optimizer.state_dict()["state"],
                          "reference": state.reference.state_dict()}
                 saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, saved)
-            problems = grpo.tiny_problems(0)[0][:4]
-            grpo.cold_start(policy, grpo.tiny_tokenizer(), problems, 0, steps=1)
+            grpo.cold_start(policy, grpo.tiny_tokenizer(), PROBLEMS[:4], 0, steps=1)
             config = grpo.GRPOConfig(**options)
-            right = grpo.evaluate(policy, grpo.tiny_tokenizer(), problems, [grpo.accuracy_reward], config)
+            right = grpo.evaluate(policy, grpo.tiny_tokenizer(), PROBLEMS[:4], [grpo.accuracy_reward], config)
             lines.append({"accuracy": right})
     with pytest.raises(RuntimeError, match="two devices"):
         policy.lm_head.weight + torch.ones(32)
