@@ -30,8 +30,9 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
     """To its last line, which says what it found, after a short cold start."""
     problems, held_out = grpo.tiny_problems(0)
     monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems, held_out[:64]))
-    if script == "walkthrough.py":
-        monkeypatch.setattr(grpo, "cold_start", lambda policy, *_, seed: policy.load_state_dict(cold_started(seed)))
+    if script == "walkthrough.py":                  # with seed 0
+        weights = cold_started(0)
+        monkeypatch.setattr(grpo, "cold_start", lambda policy, *_, seed: policy.load_state_dict(weights))
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     if script == "benchmark.py":
         monkeypatch.setattr(grpo, "TINY", grpo.TINY | dict(generation_batch_size=32, max_completion_length=22))
