@@ -1,6 +1,7 @@
 """What these tests share: small models, runs of a few steps, command lines, folders of data."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -25,6 +26,23 @@ import transformers
 import grpo
 
 torch.set_num_threads(1)
+PROBLEMS = grpo.tiny_problems(0)[0][:12]
+
+
+MODULES = ["conftest", "grpo", "my_grpo", "relatives", "test_grpo", "test_relatives", "test_training"]
+
+
+@contextlib.contextmanager
+def modules_of_their_own(kept):
+    """In here grpo and its laws are these modules, or are imported anew; `kept` has all of them afterwards."""
+    take = lambda: {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
+    ours = take()
+    sys.modules.update(kept)
+    try:
+        yield
+    finally:
+        kept.update(take())
+        sys.modules.update(ours)
 
 
 def make_model(kind, auto_class="AutoModelForCausalLM"):
@@ -37,6 +55,15 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return model
+
+
+@functools.cache
+def cold_started(seed):
+    """The weights of the tiny model after 200 steps of its cold start."""
+    tokenizer = grpo.tiny_tokenizer()
+    model = grpo.tiny_model(tokenizer, seed)
+    grpo.cold_start(model, tokenizer, grpo.tiny_problems(seed)[0], seed, steps=200)
+    return model.state_dict()
 
 
 def chat_tokenizer():
@@ -69,8 +96,8 @@ def first_two(completions, **kwargs):
 
 def steps_of(model, reward_funcs=(by_row,), train={}, **options):
     """The steps of a short run on a few of the tiny task's problems; train: further arguments of train."""
-    problems, config = grpo.tiny_problems(0)[0][:6], grpo.GRPOConfig(**SMALL | options)
-    return grpo.train(model, grpo.tiny_tokenizer(), problems, reward_funcs, config, **train)
+    config = grpo.GRPOConfig(**SMALL | options)
+    return grpo.train(model, grpo.tiny_tokenizer(), PROBLEMS[:6], reward_funcs, config, **train)
 
 
 REWARDS = '''
@@ -166,9 +193,8 @@ def models(tmp_path_factory):
 @pytest.fixture
 def data(models, tmp_path):
     """A folder with the models, two datasets (a byte order mark is not part of a row) and a file of rewards."""
-    text = grpo.tiny_problems(0)[0][:12]
-    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in text]
-    for name, rows in (("text", text), ("chat", chat)):
+    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
+    for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "models").symlink_to(models)

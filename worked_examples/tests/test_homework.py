@@ -3,14 +3,12 @@
 import ast
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import EXAMPLES, modules_of_their_own
 
-EXAMPLES = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(EXAMPLES / "course"))
 import exercises
 import grading
@@ -29,10 +27,6 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0): os._exit(
 '''
 
 
-def course(*words, cwd, script="homework.py"):
-    return subprocess.run([sys.executable, EXAMPLES / "course" / script, *words], capture_output=True, text=True, cwd=cwd)
-
-
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
     """Each exercise is there without its body, with the variant's defaults; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
@@ -44,14 +38,20 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
         assert ast.dump(function.args) == ast.dump(ours[name].args)
     assert list(exercises.written(path)[0].values()) == ["not written"] * 25
     assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
-    assert course("--new", "my_grpo.py", cwd=tmp_path).returncode == 2 and path.read_text(encoding="utf-8") == text
+    with pytest.raises(SystemExit, match="2"):
+        homework.main(["--new", str(path)])
+    assert path.read_text(encoding="utf-8") == text
 
 
-def test_an_answer_is_revealed_after_a_prediction(tmp_path):
+def test_an_answer_is_revealed_after_a_prediction(tmp_path, monkeypatch, capsys):
     """--reveal 3 prints the answer of rung 3 only if predictions.txt has a line "3: ...\""""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "predictions.txt").write_text("1: a collapse\n3:\n")
-    assert "R = 2.0" in course("--reveal", "1", cwd=tmp_path).stdout
-    assert [course("--reveal", number, cwd=tmp_path).stdout for number in ("3", "99")] == ["", ""]
+    assert homework.main(["--reveal", "1"]) == 0 and "R = 2.0" in capsys.readouterr().out
+    for number in ("3", "99"):
+        with pytest.raises(SystemExit, match="2"):
+            homework.main(["--reveal", number])
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])
@@ -70,28 +70,34 @@ def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
         (tmp_path / name).write_text(SCALED.format(factor))
     text_of, _ = exercises.text_of, monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(exercises, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
-    assert homework.main(["--compare", "a.py", "b.py", "--seeds", "0", "1", "--max_steps", "3"]) == 0
+    flags = "--seeds 0 1 --max_steps 3 --generation_batch_size 64 --max_completion_length 4".split()
+    assert homework.main(["--compare", "a.py", "b.py", *flags]) == 0
     assert len(re.findall(r"^[ab]\.py, reward of steps \d-\d: \S+ ± \S+$", capsys.readouterr().out, re.M)) == 6
     assert (tmp_path / "compare.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("line, reason", [("while True: pass", "no answer in 3"), ("import grpo", "ModuleNotFound")])
-def test_a_file_that_cannot_be_imported_says_why(line, reason, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line, limit, reason", [
+    ("while True: pass", 1, "no answer in 1 seconds"), ("import grpo", 60, "ModuleNotFound")])
+def test_a_file_that_cannot_be_imported_says_why(line, limit, reason, tmp_path, monkeypatch):
     """Whatever happens at import ends as a reason, within the time limit"""
-    monkeypatch.setitem(grading.LIMITS, "start", 3 if "while" in line else 60)
+    monkeypatch.setitem(grading.LIMITS, "start", limit)
     (tmp_path / "my_grpo.py").write_text(f"{line}\n")
     assert reason in grading.Student(tmp_path / "my_grpo.py").broken[None]
 
 
-def test_the_gradient_of_a_student_s_function_arrives(tmp_path):
+def test_the_gradient_of_a_student_s_function_arrives_and_one_that_hangs_is_ended(tmp_path, monkeypatch):
     """Value and slope are those of the function, called here"""
     path, x = tmp_path / "my_grpo.py", torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    path.write_text("def f(x, y): return [x * y, {'sum': (x.exp() + y).sum()}]")
+    path.write_text(f"def f(x, y): return [x * y, {{'sum': (x.exp() + y).sum()}}]\ndef hangs():\n    while True: pass")
     student = grading.Student(path)
-    product, total = student.functions(exercises.written(path)[1])["f"](x, torch.tensor([3.0, 4.0]))
-    assert product.tolist() == [3.0, 8.0]
-    assert torch.equal(torch.autograd.grad(product.sum() + total["sum"], x)[0], torch.tensor([3.0, 4.0]) + x.exp())
-    student.kill()
+    functions = student.functions(exercises.written(path)[1])
+    product, total = functions["f"](x, torch.tensor([3.0, 4.0]))
+    slope, = torch.autograd.grad(product.sum() + total["sum"], x)
+    assert product.tolist() == [3.0, 8.0] and torch.equal(slope, torch.tensor([3.0, 4.0]) + x.exp())
+    monkeypatch.setitem(grading.LIMITS, "call", 0.1)
+    with pytest.raises(RuntimeError, match="no answer in 0.1 seconds"):
+        functions["hangs"]()
+    assert student.process is None
 
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
@@ -99,8 +105,11 @@ def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     pasted = exercises.ours()["importance_ratio"]
     pasted.body.insert(1, ast.Pass())
     (tmp_path / "my_grpo.py").write_text(MIXED + ast.unparse(pasted))
-    monkeypatch.setenv("GRPO_EXAMPLES", "3")
-    assert course("--grade", "my_grpo.py", "-k", "ratio", "--json", "results.json", cwd=tmp_path).returncode == 1
+    monkeypatch.chdir(tmp_path)
+    for name, value in dict(GRPO_EXAMPLES="3", GRPO_MODULE="").items():
+        monkeypatch.setenv(name, value)
+    with modules_of_their_own({}):
+        assert homework.main(["--grade", "my_grpo.py", "-k", "ratio", "--json", "results.json"]) == 1
     grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
     earned = {name for name, test in grades.items() if test["score"]}
     assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
@@ -117,8 +126,8 @@ def test_each_exhibit_has_a_level_a_place_and_a_line():
         assert all(lines[number - 1] == line for number, line in section.items())
 
 
-def test_the_tests_that_see_a_bug_can_be_run(tmp_path):
+def test_the_tests_that_see_a_bug_can_be_run(capfd):
     """--test runs them in a copy with the bug, and one fails; --check knows the line"""
-    run = course("3", "--test", cwd=tmp_path, script="spot_the_bug.py")
-    assert run.returncode == 0 and "1 failed" in run.stdout, run.stdout[-500:]
-    assert "yes" in course("3", f"--check={spot_the_bug.changed(1)[0]}", cwd=tmp_path, script="spot_the_bug.py").stdout
+    assert spot_the_bug.main(["3", "--test"]) == 0 and "1 failed" in capfd.readouterr().out
+    assert spot_the_bug.main(["3", f"--check={spot_the_bug.changed(1)[0]}"]) == 0
+    assert capfd.readouterr().out.startswith("yes")

@@ -5,29 +5,20 @@ import collections
 import inspect
 import re
 import runpy
-import shutil
 import sys
-from pathlib import Path
+import types
 
 import pytest
+from conftest import EXAMPLES, ROOT, modules_of_their_own
 from hypothesis import Phase, settings
 
-TESTS = Path(__file__).resolve().parent
-EXAMPLES, ROOT = TESTS.parent, TESTS.parents[1]
+TESTS = EXAMPLES / "tests"
 SPOT = runpy.run_path(str(EXAMPLES / "course/spot_the_bug.py"))
 MISTAKES = runpy.run_path(str(TESTS / "mistakes.py"))["MISTAKES"]
 FORMULAS = (EXAMPLES / "formulas.py").read_text()
+FILES = [ROOT / "test_grpo.py", TESTS / "test_relatives.py", TESTS / "test_training.py"]
 settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-                          max_examples=10)
-
-
-def without(root):
-    """Take the modules of a repository out of sys.modules."""
-    rooms = ("", *(f"worked_examples/{room}" for room in ("", "course", "scripts", "tests", "trainers")))
-    folders = [str(root / room) for room in rooms]
-    found = [name for name, module in sys.modules.items()
-             if str(Path(getattr(module, "__file__", None) or "?").parent) in folders]
-    return {name: sys.modules.pop(name) for name in found}
+                          max_examples=10)          # a failure is enough, it need not be shrunk
 
 
 class Outcomes(collections.Counter):
@@ -39,29 +30,33 @@ class Outcomes(collections.Counter):
         self[report.outcome] += report.when == "call"
 
 
-@pytest.fixture
-def outcomes(tmp_path, monkeypatch):
-    """A function: the outcomes of a law, up to its first failure, in a copy of the repository with this text in that
-    file; without a law, of all laws."""
-    copy, ours = tmp_path / "copy", without(ROOT)
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "pictures", "__pycache__"))
-    tests = (ROOT / "test_grpo.py").read_text().replace('load_profile("grpo")', 'load_profile("quick")')
-    (copy / "test_grpo.py").write_text(tests)                           # a failure is enough, it need not be shrunk
-    monkeypatch.setattr(sys, "path", [x for x in sys.path if x not in map(str, (ROOT, EXAMPLES, TESTS))])
+def put(name, text):
+    module = sys.modules.setdefault(name, types.ModuleType(name))
+    module.__file__ = str(ROOT / f"{name}.py")
+    exec(compile(text, module.__file__, "exec"), vars(module))
 
-    def run(file, text, law=None):
-        (copy / file).write_text(text)
-        files = [copy / "test_grpo.py", copy / "worked_examples/tests/test_relatives.py"]
-        more = [*files, copy / "worked_examples/tests/test_training.py"]
-        asked = [f"{path}::{law}" for path in more if f"def {law}(" in path.read_text()] if law else map(str, files)
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """A function: the outcomes of a law, up to its first failure, where the module of this name has this text;
+    without a law, of all laws. The tests of each name are modules of their own."""
+    usual, kept = settings.get_current_profile_name(), collections.defaultdict(dict)
+
+    def run(name, text, law=None):
+        asked = [f"{path}::{law}" for path in FILES if f"def {law}(" in path.read_text()] if law else FILES[:2]
         quiet = "-q -x --tb=no --assert=plain -p no:cacheprovider -p no:unraisableexception -W ignore".split()
-        pytest.main([*quiet, *asked], [found := Outcomes()])
-        without(copy)
+        with pytest.MonkeyPatch.context() as patch, modules_of_their_own(kept[name]):
+            put(name, text)
+            if name != "grpo":
+                patch.setenv("GRPO_MODULE", sys.modules[name].__file__)
+            if "test_grpo" not in kept[name]:
+                put("test_grpo", FILES[0].read_text().replace('load_profile("grpo")', 'load_profile("quick")'))
+            pytest.main([*quiet, *map(str, asked)], [found := Outcomes()])
+            sys.modules["test_grpo"].grpo.failed.clear()
         return found
 
     yield run
-    sys.modules.update(ours)
-    settings.load_profile("grpo" if "test_grpo" in ours else "default")
+    settings.load_profile(usual)
 
 
 @pytest.mark.parametrize("exhibit", SPOT["exhibits"]())
@@ -69,21 +64,19 @@ def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, outcomes):
     """Each of these laws fails on grpo.py with the bug in it"""
     laws = re.findall(r"`(test_\w+)`", SPOT["exhibits"]()[exhibit].split("Caught by:")[1])
     text = SPOT["patched"](exhibit)
-    assert laws and all(outcomes("grpo.py", text, law)["failed"] for law in laws)
+    assert laws and all(outcomes("grpo", text, law)["failed"] for law in laws)
 
 
 @pytest.mark.parametrize("mistake, old, new, law", MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, outcomes, monkeypatch, tmp_path):
+def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, outcomes):
     """The law fails on formulas.py with the mistake in it: no law is needed that goes beyond the formula"""
     assert FORMULAS.count(old) == 1
-    monkeypatch.setenv("GRPO_MODULE", str(tmp_path / "copy/my_grpo.py"))
-    assert outcomes("my_grpo.py", FORMULAS.replace(old, new), law)["failed"]
+    assert outcomes("my_grpo", FORMULAS.replace(old, new), law)["failed"]
 
 
-def test_the_formulas_pass_every_law_of_the_formulas(outcomes, monkeypatch, tmp_path):
+def test_the_formulas_pass_every_law_of_the_formulas(outcomes):
     """None fails, and it is more than 150 that are asked"""
-    monkeypatch.setenv("GRPO_MODULE", str(tmp_path / "copy/my_grpo.py"))
-    found = outcomes("my_grpo.py", FORMULAS)
+    found = outcomes("my_grpo", FORMULAS)
     assert found["failed"] == 0 and found["passed"] > 150, found
 
 

@@ -7,15 +7,12 @@ import math
 import re
 import shutil
 import statistics
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import EXAMPLES, cold_started
 
-EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(EXAMPLES.parent))
 import grpo
 from worked_examples.scripts import explain, figures
 
@@ -27,7 +24,7 @@ def small_group():
     config = grpo.GRPOConfig(num_generations=6, generation_batch_size=6, num_iterations=4, max_completion_length=12,
                              per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant")
     model = grpo.tiny_model(tokenizer, 0)
-    grpo.cold_start(model, tokenizer, problems, 0, steps=60)
+    model.load_state_dict(cold_started(0))
     reward = lambda completions, **_: [sum(map(int, re.findall(r"\d", text))) % 5 / 2 for text in completions]
     seen = explain.update_on_one_group(model, tokenizer, problems, [reward], config)
     return model, seen, tokenizer, config, explain.group_data(seen, tokenizer, config)

@@ -19,8 +19,9 @@ import time
 import numpy
 import pytest
 import torch
-from conftest import (ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two,
-                      last_checkpoint, lines_of, make_model, passes_of, python, resume, steps_of, weights_of)
+from conftest import (PROBLEMS, ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of,
+                      first_two, last_checkpoint, lines_of, make_model, passes_of, python, resume, steps_of,
+                      weights_of)
 from tokenizers.processors import TemplateProcessing
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +114,7 @@ def test_every_eos_id_ends_a_completion():
 def test_each_step_has_questions_and_random_numbers_of_its_own():
     """They follow from seed and step alone: a resumed run goes on with those that come next."""
     config, steps, tokenizer = grpo.GRPOConfig(**SMALL), (0, 1, 0), grpo.tiny_tokenizer()
-    batches = [grpo.sample_batch(grpo.tiny_problems(0)[0], config, step) for step in steps]
+    batches = [grpo.sample_batch(PROBLEMS, config, step) for step in steps]
     sample_again = functools.partial(grpo.sample_rollout, make_model("Llama"), tokenizer, batches[0], config)
     for first, second, again in (batches, [sample_again(step).completions for step in steps]):
         assert first == again != second
@@ -123,15 +124,23 @@ WORDS = ["beta", "delta", "loss_type", "policy_loss", "importance_sampling_level
          "max_completion_length", "epsilon_high"]                       # mean the same in the config and in the loss
 
 
-def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, **options):
+def run_of(reward_funcs=(by_row, first_two), **options):
+    """The rollout, the metrics and the weights of each step of a run; the passes of its policy."""
+    policy = make_model("Llama").double()
+    passes = passes_of(policy)
+    return [(r, metrics, copy.deepcopy(policy.state_dict()))
+            for _, r, metrics in steps_of(policy, reward_funcs, **options)], passes
+
+
+def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, run=None, **options):
     """A twin of the policy learns from its samples, each update in one pass; all metrics and weights must be the same.
     instead: what the twin takes some options to be. Returns: the last rollout; the rows of each pass that scored."""
-    policy = make_model("Llama").double()
-    twin, reference, passes = copy.deepcopy(policy), copy.deepcopy(policy), passes_of(policy)
+    steps, passes = run or run_of(reward_funcs, **options)
+    twin, reference = make_model("Llama").double(), make_model("Llama").double()
     c = grpo.GRPOConfig(**SMALL | options | instead)
     optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=c.weight_decay)
     B, G, update = c.generation_batch_size, c.num_generations, itertools.count()
-    for step, (_, r, metrics) in enumerate(steps_of(policy, reward_funcs, **options)):
+    for step, (r, metrics, weights) in enumerate(steps):
         if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
             reference.load_state_dict(twin.state_dict())
         sampled = r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask
@@ -142,8 +151,8 @@ def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, **options):
         mask, ended = r.completion_mask, (r.completion_ids == 1).any(1)
         loss_mask = mask * (ended[:, None] | (not c.mask_truncated_completions))
         by_func = [f(range(B)) for f in reward_funcs]
-        weights = c.reward_weights or [1.0] * len(reward_funcs)
-        rewards = [sum(w * x for w, x in zip(weights, row)) for row in zip(*by_func, strict=True)]
+        of_funcs = c.reward_weights or [1.0] * len(reward_funcs)
+        rewards = [sum(w * x for w, x in zip(of_funcs, row)) for row in zip(*by_func, strict=True)]
         advantages = grpo.group_advantages(torch.tensor(rewards), G, scale_rewards=c.scale_rewards)
         updates = []
         for iteration in range(c.num_iterations):
@@ -172,8 +181,7 @@ def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, **options):
                 **{f"rewards/{f.__name__}/mean": statistics.mean(x) for f, x in zip(reward_funcs, by_func)}}
         want = {name: float(x) for name, x in want.items()} | {"step_time": metrics["step_time"]}
         assert metrics == pytest.approx(want, rel=1e-4, abs=1e-6)
-        for a, b in zip(policy.parameters(), twin.parameters()):
-            close(a, b, atol=1e-6, rtol=0)
+        close(weights, twin.state_dict(), atol=1e-6, rtol=0)
     assert step + 1 == c.max_steps
     return r, [rows for rows, width, _ in passes if width > r.prompt_ids.size(1)]
 
@@ -200,10 +208,11 @@ OPTIONS = [  # field, a value that is not its default, and the options that let 
 def test_each_option_does_what_its_word_says(field, value, others):
     """A run with the option is the twin's with it, and is not the twin's with the default."""
     options = others | {field: value}
-    assert_run_by_hand(**options)
+    run = run_of(**options)
+    assert_run_by_hand(**options, run=run)
     default = SMALL.get(field, getattr(grpo.GRPOConfig(), field))
     with pytest.raises((AssertionError, ValueError)):                   # or the run does not show the option at all
-        assert_run_by_hand(**options, instead={field: default})
+        assert_run_by_hand(**options, run=run, instead={field: default})
 
 
 def test_train_is_algorithm_1():
@@ -259,8 +268,9 @@ def test_what_a_preset_is_shows_with_the_mini_batches_of_its_paper(one, other):
 
 def test_a_silent_step_moves_by_momentum():
     """Where no row learns the gradient is 0, not absent: AdamW goes on in the direction of the steps before."""
-    calls = itertools.count()                                           # two for each step: the run's, the twin's
-    assert_run_by_hand([lambda completions, **_: by_row(completions) if next(calls) < 2 else [0.0] * 8], max_steps=3)
+    calls = itertools.count()                                           # three of the run, then three of the twin
+    once = lambda completions, **_: [0.0] * 8 if next(calls) % 3 else by_row(completions)
+    assert_run_by_hand([once], max_steps=3)
 
 
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
@@ -330,7 +340,7 @@ def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """Any callable gets prompts, completions, their ids without padding, and the dataset's columns, by row."""
-    seen, problems = {}, {p["prompt"]: p["solution"] for p in grpo.tiny_problems(0)[0][:6]}
+    seen, problems = {}, {p["prompt"]: p["solution"] for p in PROBLEMS[:6]}
     look = lambda **columns: seen.update(columns) or by_row(**columns)
     (_, r, metrics), = steps_of(make_model("Llama"), [look, by_row])
     tokenizer = grpo.tiny_tokenizer()
@@ -376,29 +386,28 @@ def test_any_causal_lm_trains_on_a_file(data):
     assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
 
 
-def readme_output():
-    """What README says that the demo prints."""
-    return re.search(r"```\n(  \d\d\+\d\d= .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-
-
 def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over presets."""
     assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
     assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
+    problems, held_out = grpo.tiny_problems(3)
+    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems[:64], held_out))
     monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
     (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
-    flags = "--model tiny --max_steps 2 --generation_batch_size 32 --seed 3 --preset deepseekmath --beta 0.5".split()
+    flags = ("--model tiny --max_steps 2 --generation_batch_size 32 --max_completion_length 8 --seed 3 "
+             "--preset deepseekmath --beta 0.5").split()
     done = cli(*flags, "--output_dir", tmp_path / "out")
     again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
-    for text, count in ((done.out, 2), (again.out, 1), (readme_output(), 10)):
+    readme = re.search(r"```\n(  \d\d\+\d\d= .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    for text, count in ((done.out, 2), (again.out, 1), (readme, 10)):
         steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clipped \d+\.\d%"] * count
         samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
         form = [*samples, *steps, r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
                 r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
         assert re.fullmatch("\n".join(form) + "\n", text), text
     sizes = grpo.PRESETS["deepseekmath"] | grpo.TINY                    # flags win over sizes, and sizes over presets
-    given = dict(max_steps=2, generation_batch_size=32, seed=3, beta=0.5)
+    given = dict(max_steps=2, generation_batch_size=32, max_completion_length=8, seed=3, beta=0.5)
     assert grpo.parse_options(flags)[0] == grpo.GRPOConfig(**sizes | given)
 
 
@@ -445,7 +454,7 @@ def test_what_ends_a_run_leaves_its_last_checkpoint(what, data):
 def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, monkeypatch):
     """From the first save to the second, before each call that samples, scores, updates or touches the disk: the run
     goes on from the last checkpoint to the end of the run that nothing stopped. (99 times: as a kill, no more calls.)"""
-    options = dict(max_steps=5, save_steps=2, num_mini_batches=2)
+    options = dict(max_steps=5, save_steps=2, num_mini_batches=2, max_completion_length=3)
     assert cli(*command(data, output_dir=data / "whole", **options)).code == 0
     left = [inf]                                                        # calls until then
 
@@ -519,13 +528,10 @@ def test_an_eval_dataset_is_answered_greedily_before_and_after(data):
     assert done.out.splitlines()[-1] == "held-out think_format: 0.00 -> 0.00 (greedy, 12 problems)"
     policy, tokenizer = grpo.load_model(last_checkpoint(data / "out"))
     rows, config = grpo.load_dataset(data / "eval.jsonl"), grpo.GRPOConfig(**SMALL)
-    lengths = [len(ids) for row in rows for ids in lengths_of(grpo.sample_rollout(policy, tokenizer, [row], config))]
+    alone = [grpo.sample_rollout(policy, tokenizer, [row], config) for row in rows]
+    lengths = [rollout.completion_mask.sum().item() for rollout in alone]
     length = lambda completion_ids, **columns: [len(ids) for ids in completion_ids]
     assert grpo.evaluate(policy, tokenizer, rows, [length], config) == statistics.mean(lengths)
-
-
-def lengths_of(rollout):
-    return [ids[mask == 1] for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
 
 
 BAD_ROWS = [  # what a dataset holds, what the one line must say
@@ -620,7 +626,7 @@ class Pretend(TorchDispatchMode):
     ("Qwen2", dict(policy_loss="cispo", use_bias_correction_kl=True))])
 def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
     """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
-    options = SMALL | more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, temperature=0.7,
+    options = SMALL | more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, temperature=0.7,
                                   num_iterations=2, num_mini_batches=2, mask_truncated_completions=True,
                                   per_device_train_batch_size=3, max_completion_length=5)
     request.addfinalizer(lambda: torch._C._set_only_lift_cpu_tensors(False))
@@ -630,17 +636,16 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
         with Pretend() if device == "pretend" else contextlib.nullcontext():
             policy, saved = make_model(kind).double().to(device), None
             policy.tie_weights()                                        # moving to this device has parted them
-            for options["max_steps"] in (2, 3):                         # the third step goes on from a checkpoint
+            for options["max_steps"] in (1, 2):                         # the second step goes on from a checkpoint
                 state = grpo.initial_state(policy, grpo.GRPOConfig(**options), saved)
                 for *_, metrics in steps_of(policy, train={"state": state}, **options):
                     lines.append(metrics | {"step_time": 0})
                 saved = {"step": state.step, "moments": state.optimizer.state_dict()["state"],
                          "reference": state.reference.state_dict()}
                 saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, saved)
-            problems = grpo.tiny_problems(0)[0][:4]
-            grpo.cold_start(policy, grpo.tiny_tokenizer(), problems, 0, steps=1)
+            grpo.cold_start(policy, grpo.tiny_tokenizer(), PROBLEMS[:4], 0, steps=1)
             config = grpo.GRPOConfig(**options)
-            right = grpo.evaluate(policy, grpo.tiny_tokenizer(), problems, [grpo.accuracy_reward], config)
+            right = grpo.evaluate(policy, grpo.tiny_tokenizer(), PROBLEMS[:4], [grpo.accuracy_reward], config)
             lines.append({"accuracy": right})
     with pytest.raises(RuntimeError, match="two devices"):
         policy.lm_head.weight + torch.ones(32)
@@ -650,7 +655,8 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
     """On CUDA, in float32 and bfloat16: the resumed run has the losses and gradients of the whole one."""
     gpu = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
-    if python("-c", "import sys, torch; sys.exit(not torch.cuda.is_available())", **gpu).returncode:
+    there = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if not torch.backends.cuda.is_built() or python("-c", there, **gpu).returncode:
         pytest.skip("no GPU")
     for bf16 in (False, True):
         whole, out = data / f"whole {bf16}", data / f"out {bf16}"
