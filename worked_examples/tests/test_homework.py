@@ -100,6 +100,15 @@ def test_the_gradient_of_a_student_s_function_arrives_and_one_that_hangs_is_ende
     assert student.process is None
 
 
+@pytest.mark.parametrize("got, want, said", [
+    ({"kl": 1.0}, {"kl": 1.0 + 1e-6}, ""), (torch.tensor([2.0, torch.nan]), torch.tensor([2.0, torch.nan]), ""),
+    ({}, {"kl": 1.0}, "kl: expected 1.0; got None"), (torch.zeros(2), torch.tensor([0.0, 1.0]), "expected 1.0; got 0.0"),
+    ((1.0, 2.0), (1.0, 2.5), "expected 2.5; got 2.0")], ids=str)
+def test_where_a_result_differs_from_that_of_grpo_is_said_in_one_line(got, want, said):
+    """Nothing is said if they agree as far as float32 can"""
+    assert grading.difference(got, want) == said
+
+
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
     """A right function has its points; one that ends the process or is copied has none"""
     pasted = exercises.ours()["importance_ratio"]
