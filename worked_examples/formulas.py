@@ -3,7 +3,7 @@
 Paste a function with those that it calls; it needs torch and nothing else. The arguments are grpo.py's: B answers, of
 which num_generations to each prompt; T tokens; log-probs of the sampled tokens, (B, T); a mask, 1 = real token.
 
-They pass the tests that grpo.py's formulas pass:
+They pass the tests of the formulas; the tests of what grpo.py adds are skipped:
 
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
@@ -71,7 +71,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                     compute_entropy=False):
     """log π of each sampled token: the logits at position t - 1 predict token t. (B, T)
 
-    grpo.py adds: position ids (left padding moves nothing), invalid ids and NaN under the mask, float32 for bfloat16.
+    grpo.py adds: position ids (left padding moves nothing), invalid ids at padding, float32 for bfloat16.
     """
     ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
     logits = model(input_ids=ids, attention_mask=mask).logits
