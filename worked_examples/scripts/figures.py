@@ -402,7 +402,7 @@ def collapse(theme):
         axis.set(xlabel="step", xlim=(0, run["step"][-1]))
         ends = [(values[-5:].mean(), label, colour) for label, (values, colour) in lines.items()]
         label_ends(axis, run["step"][-1], ends)
-    axes[0].set_title("Too fast: no answer is right")
+    axes[0].set_title("Too fast: hardly an answer is right")
     axes[1].set_title("Entropy shows it, the loss does not")
     return figure
 
