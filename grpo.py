@@ -251,7 +251,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
 
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None,
               num_items_in_batch=None, num_rows_in_batch=None):
-    """Add up the token losses, each divided; the variants differ in the denominator alone.
+    """Add up the token losses, each divided by a number; the variants differ in this denominator alone.
 
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
