@@ -216,7 +216,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     It is 0 where the token has already moved far enough in the direction of A. It is full where the token has
     moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high, l has no bound;
     delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient 0 beyond δ.
-    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291) §3.4. Args: each (B, T) or (B, 1).
+    Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291). Args: each (B, T) or (B, 1).
     """
     assert advantages.dim() == ratio.dim(), f"advantages: got {advantages.shape}; allowed is (B, 1) or (B, T)"
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
