@@ -151,7 +151,7 @@ def test_group_stats_of_a_silent_group_are_its_reward_and_exactly_0_in_float32(o
     ([1.0, 0.0, 0.5], dict(), [0.9998, -0.9998, 0.0]),
     ([1.0, 0.0, 0.5], dict(correction=0, eps=0.0), [1.2247, -1.2247, 0.0]),
     ([1.0, 0.0, 0.5], dict(scale_rewards="none"), [0.5, -0.5, 0.0]),
-    ([0.94, 0.91, -0.06], dict(correction=0, eps=0.0), [0.7392, 0.6746, -1.4138]),              # page 7
+    ([0.94, 0.91, -0.06], dict(correction=0, eps=0.0), [0.7392, 0.6746, -1.4137]),              # page 7
     ([1.0, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5]),                             # page 12
     ([1e6, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5])], ids=str)               # no more for it
 def test_group_advantages_match_the_worked_numbers(rewards, options, want):
