@@ -5,8 +5,8 @@
     python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on the page of trainers
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
-page of a group: a quarter of an hour on one core. It writes the csv files, group.html, the output in README and the
-table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
+page of a group: a quarter of an hour on one core. It writes the csv files of these runs, group.html, the output in
+README and the table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import copy
@@ -34,7 +34,7 @@ from worked_examples.scripts import explain  # noqa: E402
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Blue and orange differ for colour-blind readers, too; where there are more lines, their style and label differ.
+# Blue and orange differ for colour-blind readers, too; where there are more lines, they have labels.
 LIGHT = SimpleNamespace(paper="#ffffff", ink="#1b1f24", grey="#59636e", blue="#1668b8", orange="#c25700",
                         pale="#e8ebee")
 DARK = SimpleNamespace(paper="#0d1117", ink="#e8eaed", grey="#a9b1ba", blue="#5aa7ee", orange="#f0883e",
@@ -327,43 +327,6 @@ def length_bias(theme):
     return figure
 
 
-def variants(theme):
-    """Page 13: the weight of ∇log π over ρ: lines for the methods, dots for the page's nine tokens."""
-    A = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    log_ratio = torch.tensor([[0.0, 0.3, -0.5], [0.1, 0.2, 0.0], [0.0, 0.4, -0.3], [-0.1, 0.0, 0.0]]).double()
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    methods = {
-        "clip, ε = 0.2": (theme.ink, "-", {}),
-        "DAPO": (theme.blue, "--", dict(epsilon_high=0.28)),
-        "CISPO": (theme.orange, "-", dict(policy_loss="cispo", epsilon_high=5.0)),
-        "SAPO": (theme.blue, ":", dict(policy_loss="sapo")),
-        "GSPO": (theme.grey, "none", dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4)),
-    }
-
-    def weights(log_ratio, A, mask, options):
-        logps = log_ratio.clone().requires_grad_()
-        loss, _ = grpo.grpo_loss(logps, A, mask, old_logps=torch.zeros_like(logps), loss_type="dapo", **options)
-        return -mask.sum() * torch.autograd.grad(loss, logps)[0]
-
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3))
-    over = torch.linspace(0.5, 1.6, 441, dtype=torch.float64).log()[None]
-    for axis, sign in zip(axes, (1.0, -1.0)):
-        rows = A == sign
-        for i, (name, (colour, line, options)) in enumerate(methods.items()):
-            if line != "none":
-                y = weights(over, torch.tensor([sign], dtype=torch.float64), torch.ones_like(over), options)[0]
-                axis.plot(over.exp()[0], y, line, color=colour, lw=1.6)
-            y = weights(log_ratio, A, mask, options)[rows][mask[rows] == 1]
-            axis.plot(log_ratio[rows][mask[rows] == 1].exp(), y, "osDv^"[i], color=colour, ms=5)
-            axis.text(1.03, 0.95 - 0.1 * i, f"{'●■◆▼▲'[i]} {name}", color=colour, size=9, transform=axis.transAxes)
-        axis.set(xlabel="ratio ρ of the token", ylim=(-0.15, 1.7) if sign > 0 else (-1.7, 0.15))
-        axis.axhline(0, color=theme.grey, lw=0.8)
-    axes[0].set(ylabel="weight of ∇log π")
-    axes[0].set_title("A = +1: clip stops, CISPO goes on")
-    axes[1].set_title("A = −1: clip stops, CISPO goes on")
-    return figure
-
-
 def which_groups_teach(theme):
     """Page 6: silent groups in theory, and in the run of tiny_run.csv."""
     run = csv("tiny_run.csv")
@@ -438,8 +401,8 @@ def real_model(theme):
 
 DRAWINGS = {"grpo": method_in_one_picture, "curve": learning_curves, "one_page": one_page,
             "loss_and_learning": loss_and_learning, "clipping": clipping, "kl_estimators": kl_estimators,
-            "length_bias": length_bias, "variants": variants, "which_groups_teach": which_groups_teach,
-            "collapse": collapse, "real_model": real_model}
+            "length_bias": length_bias, "which_groups_teach": which_groups_teach, "collapse": collapse,
+            "real_model": real_model}
 
 
 # The runs -------------------------------------------------------------------------------------------------------------

