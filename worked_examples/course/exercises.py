@@ -31,7 +31,7 @@ def exercises(source):
 
 
 def main_and_further():
-    """The names of the exercises: of the main line, which is grpo_loss and what it needs, and further ones."""
+    """The names of the exercises: of the main line, and further ones."""
     main = [name for name in exercises(text_of(GRPO)) if name != "process_advantages"]
     return main, ["process_advantages", *exercises(text_of(RELATIVES))]
 
