@@ -3,8 +3,8 @@
 A test's name is a sentence about a function, its docstring the law. Most functions have worked numbers (a
 page of worked_examples/ does them by hand), an oracle (the definition once more in pure Python, on lists that
 know no padding), laws (true for any numbers: Hypothesis looks for the smallest ones that break a law), and
-@beyond("..."): what the formula leaves open. Then come padding, shapes and errors of all functions, last the
-plumbing: `grpo`, which is the file under test, and `expect(got, want)`, which says what differs.
+@beyond("..."): what the formula leaves open. Then come padding, shapes and errors, last the plumbing: `grpo`,
+which is the file under test, and `expect(got, want)`, which says what differs.
 
     pytest test_grpo.py                                     grpo.py; -v prints the specification
     GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      200 draws of each law, from this seed
@@ -387,7 +387,7 @@ def test_per_token_logps_add_up_to_1_over_the_vocabulary(prompt, answer):
 @pytest.mark.parametrize("junk", [-9, 10**6])
 @given(rows=prompts_and_answers)
 def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
-    """Ids of -9 or a million under the mask change nothing; logps and entropies are 0 there"""
+    """Ids of -9 or a million under the mask change no log-prob; logps and entropies are 0 there"""
     *_, mask = padded(rows)
     logps, entropies = grpo.per_token_logps(make_model("Llama"), *padded(rows, junk), compute_entropy=True)
     want, no_entropies = grpo.per_token_logps(make_model("Llama"), *padded(rows))
@@ -1127,7 +1127,7 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     expect(numbers(function(completions=chats)), numbers(function(completions=texts)))
 
 
-# All functions that take a mask: padding, width, dtype of the mask ------------------------------------------
+# Functions that take a mask: padding, width, dtype of the mask ----------------------------------------------
 
 def masked_loss(by_token=False, **options):
     """The loss as a function of two columns and the mask."""
@@ -1191,7 +1191,7 @@ def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
     expect(function(x, y, mask.to(dtype)), function(x, y, mask))
 
 
-# Shapes, dtypes and errors of every function ----------------------------------------------------------------
+# Shapes, dtypes and errors ----------------------------------------------------------------------------------
 
 def tensors(dtype=torch.float64):
     """X numbers, M a mask, I integers (B, T); R (B,); C (B, 1); S a scalar; L logits (B, T, V)."""
