@@ -43,7 +43,7 @@ default_and = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=
 any_scale = default_and(dict(scale_rewards="batch"), dict(scale_rewards="none"))
 
 # What Hypothesis draws --------------------------------------------------------------------------------------
-# Numbers lie on a grid: equal ones are common, sums exact, none is on an edge of the clip range, 0.8 or 1.2.
+# Most lie on a grid: equal ones are common, sums exact, none is on an edge of the clip range, 0.8 or 1.2.
 
 def grid(low, high, step):
     return st.integers(round(low / step), round(high / step)).map(lambda k: k * step)
