@@ -3,8 +3,8 @@
 A test's name is a sentence about a function, its docstring the law. Most functions have worked numbers (a
 page of worked_examples/ does them by hand), an oracle (the definition once more in pure Python, on lists that
 know no padding), laws (true for any numbers: Hypothesis looks for the smallest ones that break a law), and
-@beyond("..."): what the formula leaves open. Then come padding, shapes and errors of all functions, last the
-plumbing: `grpo`, which is the file under test, and `expect(got, want)`, which says what differs.
+@beyond("..."): what the formula leaves open. Then come padding, shapes and errors, last the plumbing: `grpo`,
+which is the file under test, and `expect(got, want)`, which says what differs.
 
     pytest test_grpo.py                                     grpo.py; -v prints the specification
     GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      200 draws of each law, from this seed
@@ -43,7 +43,7 @@ default_and = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=
 any_scale = default_and(dict(scale_rewards="batch"), dict(scale_rewards="none"))
 
 # What Hypothesis draws --------------------------------------------------------------------------------------
-# Numbers lie on a grid: equal ones are common, sums exact, none is on an edge of the clip range, 0.8 or 1.2.
+# Most lie on a grid: equal ones are common, sums exact, none is on an edge of the clip range, 0.8 or 1.2.
 
 def grid(low, high, step):
     return st.integers(round(low / step), round(high / step)).map(lambda k: k * step)
@@ -387,7 +387,7 @@ def test_per_token_logps_add_up_to_1_over_the_vocabulary(prompt, answer):
 @pytest.mark.parametrize("junk", [-9, 10**6])
 @given(rows=prompts_and_answers)
 def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
-    """Ids of -9 or a million under the mask change nothing; logps and entropies are 0 there"""
+    """Ids of -9 or a million under the mask change no log-prob; logps and entropies are 0 there"""
     *_, mask = padded(rows)
     logps, entropies = grpo.per_token_logps(make_model("Llama"), *padded(rows, junk), compute_entropy=True)
     want, no_entropies = grpo.per_token_logps(make_model("Llama"), *padded(rows))
@@ -400,7 +400,7 @@ def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
     ("prompt_mask", [1, 1, 0], [1, 1, 1]), ("completion_mask", [0, 1, 1], [1, 0, 1]),
     ("completion_mask", [1, 1, 1], [0, 0, 1])])
 def test_per_token_logps_want_no_padding_between_the_tokens(argument, prompt_mask, completion_mask):
-    """The masks are the model's attention, too: a hole would change the tokens behind it without a word"""
+    """The masks are the model's attention, too: a prompt that ends in padding, a hole in an answer: an error"""
     ids, mask = torch.tensor([[4, 5, 6]]), torch.tensor([[0, 1, 1]])
     with pytest.raises((AssertionError, ValueError), match=f"^{argument}: got"):
         grpo.per_token_logps(make_model("Llama"), ids, f64([prompt_mask]), ids, f64([completion_mask]))
@@ -1127,7 +1127,7 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     expect(numbers(function(completions=chats)), numbers(function(completions=texts)))
 
 
-# All functions that take a mask: padding, width, dtype of the mask ------------------------------------------
+# Functions that take a mask: padding, width, dtype of the mask ----------------------------------------------
 
 def masked_loss(by_token=False, **options):
     """The loss as a function of two columns and the mask."""
@@ -1191,7 +1191,7 @@ def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
     expect(function(x, y, mask.to(dtype)), function(x, y, mask))
 
 
-# Shapes, dtypes and errors of every function ----------------------------------------------------------------
+# Shapes, dtypes and errors ----------------------------------------------------------------------------------
 
 def tensors(dtype=torch.float64):
     """X numbers, M a mask, I integers (B, T); R (B,); C (B, 1); S a scalar; L logits (B, T, V)."""

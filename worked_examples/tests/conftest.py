@@ -59,7 +59,7 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
 
 @functools.cache
 def cold_started(seed):
-    """The weights of the tiny model after 200 steps of its cold start."""
+    """The weights of the tiny model after a cold start of 200 steps."""
     tokenizer = grpo.tiny_tokenizer()
     model = grpo.tiny_model(tokenizer, seed)
     grpo.cold_start(model, tokenizer, grpo.tiny_problems(seed)[0], seed, steps=200)

@@ -56,7 +56,7 @@ def test_an_answer_is_revealed_after_a_prediction(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])
 def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old, new, lowest, highest, tmp_path):
-    """With the functions of formulas.py the table ends near 2.7; with the EOS masked out answers never stop, 2.0 at most"""
+    """With the functions of formulas.py the table ends near 2.7; with the EOS masked out near 2.0, as few stop"""
     (tmp_path / "my_grpo.py").write_text(FORMULAS.replace(old, new))
     grpo = exercises.load()
     assert re.match(r"\d+ of 25 functions are yours", homework.put(str(tmp_path / "my_grpo.py"), grpo))

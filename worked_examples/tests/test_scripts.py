@@ -164,7 +164,7 @@ def test_readme_and_index_show_the_same_seven_ways_in():
 
 
 def test_grpo_imports_nothing_heavy_and_its_maths_is_tested(monkeypatch):
-    """No transformers, no matplotlib, no math_verify on import; each function of §1 to §8 has a test of its name."""
+    """No transformers, no matplotlib, no math_verify on import; each function of §1 to §8 but text_of has a test."""
     heavy = {"transformers", "matplotlib", "math_verify"}
     for name in heavy & set(sys.modules):
         monkeypatch.delitem(sys.modules, name)

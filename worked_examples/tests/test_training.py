@@ -243,7 +243,7 @@ def test_each_pass_deals_all_rows_anew_to_the_mini_batches():
 
 
 def test_with_one_mini_batch_the_first_ratio_is_1_to_the_bit():
-    """π_old is scored in the parts of the update: at epsilon 0, any other ratio would count as clipped."""
+    """π_old is scored in the parts of the update: at epsilon 0, a token that has moved with A would be clipped."""
     for kind in ("Llama", "GPT2"):
         (_, _, one), = steps_of(make_model(kind), epsilon=0.0, per_device_train_batch_size=3)
         (_, _, two), = steps_of(make_model(kind), epsilon=0.0, num_iterations=2)
@@ -258,8 +258,8 @@ def weights_after(**options):
 
 @pytest.mark.parametrize("one, other", [("gspo", "sapo"), ("cispo", "dapo")])
 def test_what_a_preset_is_shows_with_the_mini_batches_of_its_paper(one, other):
-    """With one update of a batch gspo and sapo are the same run, and so are cispo and dapo; with their papers' parts
-    they are not."""
+    """With one update of a batch gspo and sapo are the same run, and so are cispo and dapo (without its mask of
+    truncated answers); with their papers' parts they are not."""
     presets = [grpo.PRESETS[name] | {"mask_truncated_completions": False} for name in (one, other)]
     same = [weights_after(**preset | {"num_mini_batches": 1}) for preset in presets]
     differ = [weights_after(**preset) for preset in presets]
@@ -315,7 +315,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
 
 
 def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
-    """A preset holds what its paper sets; the other defaults are TRL's, but for the KL's correction."""
+    """A preset holds settings of its paper. Defaults are TRL's but for KL's correction, bf16, batch, length, saving."""
     assert grpo.PRESETS == {
         "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
                              generation_batch_size=1024, max_completion_length=1024),
@@ -452,7 +452,7 @@ def test_what_ends_a_run_leaves_its_last_checkpoint(what, data):
 
 @pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (SystemExit, 99)])
 def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, monkeypatch):
-    """From the first save to the second, before each call that samples, scores, updates or touches the disk: the run
+    """From the first save to the second, before calls that sample, score, update or touch the disk: the run
     goes on from the last checkpoint to the end of the run that nothing stopped. (99 times: as a kill, no more calls.)"""
     options = dict(max_steps=5, save_steps=2, num_mini_batches=2, max_completion_length=3)
     assert cli(*command(data, output_dir=data / "whole", **options)).code == 0
@@ -520,7 +520,7 @@ def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data)
 
 
 def test_an_eval_dataset_is_answered_greedily_before_and_after(data):
-    """The mean of the first reward function over its rows, in parts of a batch, from the same state on resuming."""
+    """The mean of the first reward function over its rows, in parts of a batch."""
     shutil.copy(data / "chat.jsonl", data / "eval.jsonl")               # 12 rows: a batch of 8 and one of 4
     run = dict(dataset=data / "chat.jsonl", eval_dataset=data / "eval.jsonl", max_steps=5)
     done = cli(*command(data, **run))
@@ -566,7 +566,7 @@ def test_an_option_that_would_do_nothing_is_refused(options, said):
 
 @pytest.mark.parametrize("flag, value, said", [*BAD_FLAGS, *(("rows", *row) for row in BAD_ROWS)], ids=str)
 def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
-    """The line says what is wrong and what is allowed; no file is written or changed."""
+    """The line says what is wrong; no file is written or changed."""
     monkeypatch.chdir(data)
     (data / "twin").mkdir()
     for name in ("short.py", "string.py", "twin/short.py"):             # string is a module of Python's, too
