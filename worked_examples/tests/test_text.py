@@ -46,7 +46,7 @@ def test_a_debugger_comes_from_the_loss_to_the_ratio_in_a_few_steps():
     assert stops.index("importance_ratio: line") <= 30, stops
 
 
-def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_command():
+def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_letter_of_pdb():
     """No decorator is in between; no local is called r, n, s, c, l, a, p, q, w, u, d, b or j, pdb's short commands"""
     for function in ast.walk(ast.parse(inspect.getsource(grpo.module))):
         if isinstance(function, ast.FunctionDef):

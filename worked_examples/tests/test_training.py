@@ -314,7 +314,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
         next(steps_of(model))
 
 
-def test_presets_and_defaults_are_those_of_the_papers_and_of_trl():
+def test_presets_are_settings_of_the_papers_and_most_defaults_are_trls():
     """A preset holds settings of its paper. Defaults are TRL's but for KL's correction, bf16, batch, length, saving."""
     assert grpo.PRESETS == {
         "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
