@@ -8,7 +8,7 @@ steps of a group, and lets each token answer for the steps that end at or after 
 supervision is the function step_advantages, which train takes as compute_advantages.
 
 It prints the steps of one answer with their rewards and advantages, greedy answers before and after, and last "held-out
-accuracy: A -> B". One thread: about 70 seconds. In seconds, for a look: --cold_start_steps 5 --max_steps 2.
+accuracy: A -> B". One thread: about a minute. In seconds, for a look: --cold_start_steps 5 --max_steps 2.
 """
 
 import argparse

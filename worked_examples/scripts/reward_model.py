@@ -24,7 +24,7 @@ def judge():
     if info["missing_keys"]:
         raise ValueError(f"REWARD_MODEL: {name} has no {sorted(info['missing_keys'])}; allowed is a trained judge")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id                  # or the last token's score is the padding's
+    model.config.pad_token_id = tokenizer.pad_token_id                  # the score is that of the last other token
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return pipeline("text-classification", model, tokenizer=tokenizer, device=device)
 

@@ -107,7 +107,7 @@ print(f"mean change of an answer's log-prob where A > 0: {change[advantages > 0]
 print(f"mean change of an answer's log-prob where A < 0: {change[advantages < 0].mean():+.3f}")
 assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
 
-# %% The loss of a second update on the same answers. Expect ratios on both sides of 1; a few clipped tokens; a loss below
+# %% The loss of a second update on the same answers. Expect ratios on both sides of 1; a clipped token; a loss below
 # 0, because the first update has moved the policy the right way; and a KL a little above 0 (k3 is never below 0).
 loss, metrics = grpo.grpo_loss(new_logps, advantages, mask, old_logps=old_logps, **options)
 ratio = grpo.importance_ratio(new_logps, old_logps, mask)[mask == 1]

@@ -39,6 +39,7 @@ def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollou
         per_device_train_batch_size=rows, gradient_accumulation_steps=part // rows,     # an update is a mini-batch
         max_steps=config.max_steps * updates, ref_model_mixup_alpha=1.0,                # TRL counts updates
         ref_model_sync_steps=config.ref_model_sync_steps * updates, save_steps=config.save_steps * updates,
+        epsilon_high=5.0 if (policy_loss, config.epsilon_high) == ("cispo", None) else config.epsilon_high,
         save_total_limit=1, report_to="none")
     parser = trl.TrlParser(trl.GRPOConfig, allow_abbrev=False)
     parser.set_defaults(logging_steps=1, disable_dropout=True, **words | changes)
