@@ -43,7 +43,7 @@ class Results(dict):
 
 
 def ask(path):
-    """The results of all laws on the functions of a file."""
+    """The results of the laws on the functions of a file, without those of errors."""
     import grpo
     from worked_examples.scripts import relatives
     os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
