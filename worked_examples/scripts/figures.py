@@ -5,7 +5,7 @@
     python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on the page of trainers
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
-page of a group: a quarter of an hour on one core. It writes the csv files of these runs, group.html, the output in
+page of a group: about eight minutes on one core. It writes the csv files of these runs, group.html, the output in
 README and the table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
 """
 

