@@ -11,7 +11,8 @@
 
 What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
-mistake with its input, what is expected, and what came. Without -m they ask for the formula alone:
+mistake with its input, what is expected, and what came. They expect the defaults of variant 0; with another variant
+use --grade -k. Without -m they ask for the formula alone:
 
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors"

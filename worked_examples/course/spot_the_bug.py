@@ -55,7 +55,8 @@ def printed(exhibit):
     section = exhibits()[exhibit]
     command = re.search(r"^See it: `(.*?)`", section, re.S | re.M)
     shows = re.search(r"^In the curves: (.*?)\n\n", section, re.S | re.M)[1]
-    run = command[1].replace("$SMALL", re.search(r"--model tiny [^`\"]*", MUSEUM)[0]) if command else "A run"
+    small = re.search(r"--model tiny [^`\"]*", MUSEUM)[0]
+    run = command[1].replace("$SMALL", small).replace("\n", " ") if command else "A run"
     return [*(f"# {line}" for line in [f"{run} shows:", *shows.splitlines()]), "", *patched(exhibit).splitlines()]
 
 

@@ -133,6 +133,7 @@ def test_each_exhibit_has_a_level_a_place_and_a_line():
         (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
         assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
         assert all(lines[number - 1] == line for number, line in section.items())
+        compile("\n".join(lines), "grpo_bug.py", "exec")
 
 
 def test_the_tests_that_see_a_bug_can_be_run(capfd):
