@@ -306,7 +306,7 @@ def one_line(error):
 
 
 def run_tests(student, reasons, found, functions, word):
-    """test_grpo.py on a student's functions: {(function, level): {test: reason}}."""
+    """The tests on a student's functions: {(function, level): {test: reason}}."""
     module, results = types.ModuleType("functions_under_test"), Results(student, reasons, found)
     module.__file__ = str(Path("functions_under_test.py").resolve())    # no such file: test_grpo.py takes the module
     sys.modules[module.__name__] = module
@@ -320,7 +320,7 @@ def run_tests(student, reasons, found, functions, word):
 # In train -------------------------------------------------------------------------------------------------------------
 
 def difference(got, want):
-    """Where two results differ, in one line; "" if they agree as far as float32 can."""
+    """Where two results differ, in one line; "" if they agree up to 0.1% and 1e-5."""
     if isinstance(want, dict) and isinstance(got, dict):
         texts = {name: difference(got.get(name), want[name]) for name in want}
         return next((f"{name}: {text}" for name, text in texts.items() if text), "")
