@@ -1,6 +1,6 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/trainers/check.py my_answers.py              of each function the first failure in full
+    python worked_examples/trainers/check.py my_answers.py              of each formula the first failure in full
     python worked_examples/trainers/check.py my_answers.py grpo_loss    every failure of this function
 """
 import os
