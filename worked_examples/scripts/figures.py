@@ -1,6 +1,6 @@
 """Draw the pictures of README and of the worked examples, each for a light and for a dark page.
 
-    python worked_examples/scripts/figures.py               draw all pictures from pictures/*.csv and group.html
+    python worked_examples/scripts/figures.py               draw all pictures but real_group.png, a screenshot
     python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on it
     python worked_examples/scripts/figures.py checks trl    write a library's table (trl, verl) on the page of trainers
 
@@ -119,10 +119,11 @@ def method_in_one_picture(theme):
     left.axis("off")
     bold = dict(weight="bold", size=11.5, color=theme.ink, va="center")
     small = dict(size=8.3, va="center", color=theme.grey)
-    G, winners, chance = len(data["answers"]), sum(A > 0 for A in data["advantages"]), run["probabilities"][0][0]
+    G, winners = len(data["answers"]), sum(A > 0 for A in data["advantages"])
+    chance = math.exp(sum(data["old_logps"][data["rewards"].index(max(data["rewards"]))]))    # of a right answer
     luck = math.comb(G, winners) * chance**winners * (1 - chance) ** (G - winners)
     left.text(0, 0.7, f"1  GRPO asks {data['prompt']} {G} times, rewards each answer", **bold)
-    chosen = f"chosen: at {100 * chance:.1f}%, 1 group in {round(1 / luck, -1):.0f} has {winners} right"
+    chosen = f"chosen: {100 * chance:.1f}% are right, 1 group in {round(1 / luck, -1):.0f} has {winners}"
     left.text(0, 1.7, chosen, **small)
     left.text(54, 1.7, "reward = format + right", **small)
     left.text(85.5, 1.7, "advantage A", **small)

