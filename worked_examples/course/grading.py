@@ -255,7 +255,7 @@ class Student:
 # Tests ----------------------------------------------------------------------------------------------------------------
 
 class Results:
-    """A plugin of pytest: for each function and level its tests, and why each failed; None: it could not run."""
+    """A plugin of pytest: for each function and level its tests, and why each failed; None: it does not count."""
 
     def __init__(self, student, reasons, found):
         self.student, self.reasons, self.found, self.tests = student, reasons, found, {}
