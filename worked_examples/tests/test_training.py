@@ -488,7 +488,8 @@ def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, 
 def test_ctrl_c_ends_a_process_at_once_and_says_how_to_go_on(data):
     """Exit code 130; the command that is printed names the last checkpoint, and metrics.jsonl agrees with it."""
     run = command(data, max_steps=10**6, save_steps=3, output_dir=data / "out")
-    process = subprocess.Popen([sys.executable, grpo.__file__, *run], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, grpo.__file__, *run], stdout=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # nohup ignores it
     while not list(data.glob("out/checkpoint-*[0-9]")):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
