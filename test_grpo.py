@@ -7,7 +7,7 @@ know no padding), laws (true for any numbers: Hypothesis looks for the smallest 
 which is the file under test, and `expect(got, want)`, which says what differs.
 
     pytest test_grpo.py                                     grpo.py; -v prints the specification
-    GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      200 draws of each law, from this seed
+    GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      up to 200 draws of a law, from this seed
     GRPO_MODULE=my_grpo.py pytest -x test_grpo.py           your file: the formulas, up to the first mistake
     GRPO_MODULE=my_grpo.py pytest test_grpo.py -m beyond    beyond them; or -m "beyond(step='padding')"
     GRPO_MODULE=my_grpo.py pytest test_grpo.py -m errors    your file: wrong shapes and words are errors
@@ -532,7 +532,7 @@ def test_clipped_surrogate_loss_matches_the_oracle(options, rows):
 
 @given(ratio, advantage)
 def test_clipped_surrogate_loss_has_no_slope_only_where_the_token_has_moved_enough(rho, A):
-    """∂l/∂ρ = 0 where A > 0 and ρ > 1 + ε, or A < 0 and ρ < 1 - ε; else -A: no way back is ever barred"""
+    """Without δ ∂l/∂ρ = 0 where A > 0 and ρ > 1 + ε, or A < 0 and ρ < 1 - ε; else -A: the way back is open"""
     enough = A > 0 and rho > 1.2 or A < 0 and rho < 0.8
     expect(surrogate(rho, A)[1], 0.0 if enough else -A)
 

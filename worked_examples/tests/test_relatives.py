@@ -65,7 +65,7 @@ def test_gae_advantages_match_the_oracle(options, rows):
 
 @given(answers(reward, reward))
 def test_gae_advantages_at_lambda_0_and_1_are_one_step_and_the_rewards_to_come(rows):
-    """λ = 0: A_t = δ_t, the critic is trusted; λ = 1: A_t + V_t = r_t + ... + r_T, it is only a baseline (page 12)"""
+    """λ = 0: A_t = δ_t, the critic is trusted; λ = γ = 1: A_t + V_t = r_t + ... + r_T, it is a baseline (page 12)"""
     for lam, want in ((0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])):
         r, V = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
         expect(relatives.gae_advantages(r, V, torch.ones(1, 3), lam=lam)[0], [want])
