@@ -314,7 +314,7 @@ def length_bias(theme):
               "dr_grpo": (theme.ink, ":")}
     for loss_type, (colour, line) in styles.items():
         token = [weight(loss_type, n) for n in lengths]
-        name = {"bnpo": "bnpo (2 parts)", "dr_grpo": "dr_grpo (T_max 100)"}.get(loss_type, loss_type)
+        name = "bnpo (2 parts)" if loss_type == "bnpo" else loss_type
         for k, y in (0, token), (1, [n * w for n, w in zip(lengths, token)]):
             axes[k].plot(lengths, y, line, color=colour, lw=2.2)
             ends[k].append((y[-1], name, colour))
