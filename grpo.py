@@ -767,8 +767,8 @@ def step_metrics(rollout, old_logps, reward_funcs, rewards_per_func, config):
     return {name: value.item() for name, value in metrics.items()}
 
 
-# Published settings; every other field keeps its default. The papers split a batch: GSPO and SAPO in 4 parts,
-# DAPO and MiniMax-M1 (cispo) in 16. With one update of a batch ρ is 1: neither the clip range nor gspo, cispo
+# Published settings; every other field keeps its default. The papers make several updates with a batch: GSPO
+# and SAPO 4, DAPO and MiniMax-M1 (cispo) 16. With one update ρ is 1: neither the clip range nor gspo, cispo
 # or sapo would change the gradient. dapo is without its dynamic sampling and overlong punishment; cispo's cap
 # is ScaleRL's (arXiv:2510.13786).
 PRESETS = {
