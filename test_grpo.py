@@ -301,7 +301,7 @@ def test_entropy_from_logits_lies_between_0_and_log_V(logits):
 
 @given(words)
 def test_entropy_from_logits_falls_with_the_logits_of_likely_words(logits):
-    """∂H/∂z_v = -p_v·(log p_v + H), as a bonus for entropy needs it: neither p nor log p is held fixed"""
+    """∂H/∂z_v = -p_v·(log p_v + H), as a bonus for entropy needs it: p is not held fixed"""
     logps = oracle_log_softmax(logits)
     H = -sum(math.exp(x) * x for x in logps)
     expect(slope(entropy, f64(logits)), [-math.exp(x) * (x + H) for x in logps])
@@ -721,7 +721,7 @@ def test_aggregate_counts_an_answer_without_a_token(loss_type, want):
 @every_loss_type
 @given(answers(reward))
 def test_aggregate_of_one_loss_for_each_answer_is_that_of_its_tokens(loss_type, rows):
-    """l of shape (B, 1), as GSPO has it, weighs as often as the answer has tokens"""
+    """l of shape (B, 1), as GSPO has it, is the loss of each token of its answer"""
     loss, mask = columns(rows)
     of = lambda x: grpo.aggregate(x, mask, **of_type(loss_type))
     expect(of(loss[:, :1]), of(loss[:, :1].expand_as(mask)))
@@ -1100,7 +1100,7 @@ beyond_text = functools.partial(pytest.param, marks=beyond("text"))
     beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 1), beyond_text(r"\boxed{1} 2", "2", 0),
     beyond_text("None", None, nan), beyond_text("", " ", nan)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
-    r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: NaN"""
+    r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: None"""
     expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])
 
 
@@ -1221,7 +1221,7 @@ def tensors(dtype=torch.float64):
     ("aggregate", lambda t: grpo.aggregate(t.X, t.M, **of_type("dr_grpo")), "S"),
     ("grpo_loss", lambda t: grpo.grpo_loss(t.X, t.R, t.M, ref_logps=t.X, beta=0.1)[0], "S")])
 def test_a_function_keeps_the_dtype_and_changes_no_argument(name, call, like, dtype):
-    """The dtype that goes in comes out, in the shape of the docstring; what went in is as it was"""
+    """The float dtype that goes in comes out, in the shape of the docstring; what went in is as it was"""
     t, before = tensors(dtype), tensors(dtype)
     result, want = call(t), getattr(t, like)
     assert (result.shape, result.dtype) == (want.shape, want.dtype)
@@ -1259,7 +1259,7 @@ t = tensors()
     ("grpo_loss", "ref_logps", (t.X, t.R, t.M), dict(beta=0.1)),
     ("grpo_loss", "policy_loss", (t.X, t.R, t.M), dict(policy_loss="ppo"))])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """A (B,) that would broadcast against (B, T), a B that is no multiple of G, an unknown word: an error"""
+    """In the calls of this test: a (B,) that would broadcast against (B, T), a wrong B, an unknown word"""
     message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: (got|allowed)"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)
