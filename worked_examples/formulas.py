@@ -8,7 +8,8 @@ They pass the tests of the formulas; the tests of what grpo.py adds are skipped:
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
 grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, no value at padding, not even NaN,
-reaches a result or a gradient of grpo.py, and wrong shapes that would broadcast in grpo_loss are errors there.
+reaches a result or a gradient of grpo.py. Errors there, but not here: unknown words, groups of one, beta without
+ref_logps, prompts padded on the right, wrong shapes that would broadcast in grpo_loss.
 """
 
 import torch
