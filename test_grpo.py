@@ -96,7 +96,7 @@ def test_combine_rewards_matches_the_worked_numbers(rewards, weights, want):
 @pytest.mark.errors
 @given(st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
 def test_combine_rewards_names_the_rows_in_which_all_abstained(silent):
-    """r_{i,f} = NaN for all f: an error that says i, so that no NaN reaches the advantages"""
+    """r_{i,f} = NaN for all f: an error that says i; nansum alone would make r_i = 0"""
     rewards = f64([[nan, nan] if none else [nan, 1.0] for none in silent])
     with pytest.raises((AssertionError, ValueError)) as error:
         grpo.combine_rewards(rewards)
@@ -155,7 +155,7 @@ def test_group_stats_of_a_silent_group_are_its_reward_and_exactly_0_in_float32(o
     ([1.0, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5]),                             # page 12
     ([1e6, 0.0, 0.0, 0.0], dict(eps=0.0), [1.5, -0.5, -0.5, -0.5])], ids=str)               # no more for it
 def test_group_advantages_match_the_worked_numbers(rewards, options, want):
-    """A = (r - mean) / (std + eps); n - 1 and eps = 1e-4 unless a row has the paper's (§4.1.2: eps = 0)"""
+    """A = (r - mean) / (std + eps); n - 1 and eps = 1e-4 unless a row says otherwise (§4.1.2: eps = 0)"""
     expect(advantages([rewards], **options), [want], 5e-5)
 
 
@@ -408,7 +408,7 @@ def test_per_token_logps_want_no_padding_between_the_tokens(argument, prompt_mas
 
 @beyond("dtypes")
 def test_per_token_logps_are_one_call_of_the_model_in_float32_or_wider():
-    """bfloat16 weights: the softmax is float32. One pass without a cache, logits for the completion alone"""
+    """bfloat16 weights: the softmax is float32. One pass without a cache, for the last T + 1 logits"""
     model, calls = copy.deepcopy(make_model("Llama")).bfloat16(), []
 
     def note(module, args, options, output):
@@ -472,7 +472,7 @@ def test_importance_ratio_is_1_on_policy_and_multiplies_over_two_steps(options, 
 
 @given(answers(logp, logp))
 def test_importance_ratio_of_a_sequence_does_not_see_its_length(rows):
-    """s(o o) = s(o): an answer written twice has the ratio that it has once, and is clipped alike"""
+    """s(o o) = s(o): log ratios that come twice give the ratio that they give once, and are clipped alike"""
     once = grpo.importance_ratio(*columns(rows), **SEQUENCE)
     expect(grpo.importance_ratio(*columns([row + row for row in rows]), **SEQUENCE), once)
 
@@ -685,7 +685,7 @@ def test_aggregate_matches_the_oracle(options, loss_type, rows):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), reward)
 def test_aggregate_of_a_constant_is_that_constant(loss_type, lengths, c):
-    """l = c at every token => loss = c: these three are means, dr_grpo is not"""
+    """l = c at every token, none of the answers empty => loss = c: these three are means, dr_grpo is not"""
     expect(aggregate([[(c,)] * n for n in lengths], loss_type), c)
 
 
@@ -879,7 +879,7 @@ def test_grpo_loss_on_policy_is_worked_out_from_lengths_alone(lengths, loss_type
 @one_option
 @given(rated)
 def test_grpo_loss_matches_the_oracle(options, rows):
-    """loss = aggregate(l(ρ, A) + β·KL), with each option and some pairs, against a loop over tokens"""
+    """loss = aggregate(l(ρ, A) + β·KL), with one option or some pairs, against a loop over tokens"""
     expect(loss_of(rows, **options)[0], oracle_loss(rows, **options)[0])
 
 
@@ -961,7 +961,7 @@ def test_grpo_loss_takes_the_other_log_probs_as_constants(options, name, rows):
 @one_option
 @given(rated)
 def test_grpo_loss_metrics_match_the_oracle(options, rows):
-    """Of tokens, low: A < 0, ρ < 1 - ε_low; high: A > 0, ρ > 1 + ε_high (cispo: its cap); region: both; kl"""
+    """low: A < 0, ρ < 1 - ε_low; high: A > 0, ρ > 1 + ε_high; cispo: its cap alone; sapo: 0; both; kl"""
     want = oracle_loss(rows, **options)[1]
     metrics = {name: x for name, x in loss_of(rows, **options)[1].items() if name in want}
     expect(f64(list(metrics.values())), [want[name] for name in metrics])
@@ -1221,7 +1221,7 @@ def tensors(dtype=torch.float64):
     ("aggregate", lambda t: grpo.aggregate(t.X, t.M, **of_type("dr_grpo")), "S"),
     ("grpo_loss", lambda t: grpo.grpo_loss(t.X, t.R, t.M, ref_logps=t.X, beta=0.1)[0], "S")])
 def test_a_function_keeps_the_dtype_and_changes_no_argument(name, call, like, dtype):
-    """The float dtype that goes in comes out, in the shape of the docstring; what went in is as it was"""
+    """In the calls of this test the float dtype that goes in comes out, and what went in is as it was"""
     t, before = tensors(dtype), tensors(dtype)
     result, want = call(t), getattr(t, like)
     assert (result.shape, result.dtype) == (want.shape, want.dtype)
@@ -1259,7 +1259,7 @@ t = tensors()
     ("grpo_loss", "ref_logps", (t.X, t.R, t.M), dict(beta=0.1)),
     ("grpo_loss", "policy_loss", (t.X, t.R, t.M), dict(policy_loss="ppo"))])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """In the calls of this test: a (B,) that would broadcast against (B, T), a wrong B, an unknown word"""
+    """In the calls of this test: a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
     message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: (got|allowed)"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)

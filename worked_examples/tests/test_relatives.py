@@ -169,6 +169,6 @@ x = torch.ones(2, 3)
     ("kl_penalized_rewards", "completion_mask", (x[:, 0], x, x, x[0]), dict(beta=0.1)),
     ("truncated_importance_ratio", "sampling_logps|old_logps", (x, x[0]), {})])
 def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """A result that would be broadcast in silence"""
+    """In the calls of this test: a wrong shape, which may broadcast in silence, and c > L"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
         getattr(relatives, name)(*arguments, **options)
