@@ -395,7 +395,7 @@ def accuracy_reward(completions, solution, **kwargs):
 
     The answer follows the last </think>, or is the whole text. If it has a \boxed{}, the last one's content
     counts. It may hold braces, as in \boxed{\frac{1}{2}}; a box with braces within these is not seen.
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Numbers, formulas: worked_examples/scripts/math_reward.py.
     """
     answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
     boxed = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -407,7 +407,7 @@ def accuracy_reward(completions, solution, **kwargs):
 def think_format_reward(completions, **kwargs):
     """Give 1 to a text that begins with its only <think>...</think> and then has an answer, else 0.
 
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2.2. TRL's also accepts a second </think>, and an empty answer.
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. TRL's also accepts a second </think>, and an empty answer.
     """
     texts = [text_of(completion) for completion in completions]
     one_thought = [t.startswith("<think>") and t.count("<think>") == t.count("</think>") == 1 for t in texts]

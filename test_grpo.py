@@ -517,7 +517,7 @@ def surrogate(rho, A, **options):
     (1.2214, 1.24, {}, -1.488, 0.0), (1.2214, -1.24, {}, 1.5145, 1.24),
     (1.1052, 1.225, {}, -1.3539, -1.225), (1.0513, -1.225, {}, 1.2878, 1.225)], ids=str)        # page 1
 def test_clipped_surrogate_loss_matches_the_worked_numbers(rho, A, options, want, want_slope):
-    """l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and its slope ∂l/∂ρ"""
+    """l = -min(min(ρ, δ)·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and its slope ∂l/∂ρ"""
     expect(surrogate(rho, A, **options), [want, want_slope], 5e-5)
 
 
@@ -743,7 +743,7 @@ def test_cispo_loss_and_sapo_loss_weight_a_token_as_worked(rho, clip, cispo, sap
 @default_and(dict(epsilon_high=1.3))
 @given(logp, ratio, advantage)
 def test_cispo_loss_matches_the_oracle_and_takes_the_ratio_as_a_constant(options, p, rho, A):
-    """l = -sg[min(ρ, ε_high)]·A·log π (CISPO eq. 4): ∂l/∂ρ = 0, ∂l/∂log π = -min(ρ, ε_high)·A, 0 at no ρ"""
+    """l = -sg[min(ρ, ε_high)]·A·log π (MiniMax-M1 eq. 4, 5): ∂l/∂ρ = 0, ∂l/∂log π = -min(ρ, ε_high)·A"""
     weight = min(rho, options.get("epsilon_high", 5.0))
     loss = lambda p, rho: grpo.cispo_loss(p, rho, f64([[A]]), **options)
     p, rho = f64([[p]]), f64([[rho]])
@@ -760,7 +760,7 @@ def oracle_sapo(rho, A, temperature_pos=1.0, temperature_neg=1.05):
 @default_and(dict(temperature_pos=0.5, temperature_neg=2.0))
 @given(st.lists(st.tuples(ratio, advantage), min_size=1, max_size=3))
 def test_sapo_loss_matches_the_oracle(options, tokens):
-    """l = -σ(τ(ρ - 1))·4/τ·A, τ by the sign of each token's A (SAPO eq. 5); ∂l/∂ρ = -A at ρ = 1, for any τ"""
+    """l = -σ(τ(ρ - 1))·4/τ·A, τ by the sign of each token's A (SAPO eq. 5-6); ∂l/∂ρ = -A at ρ = 1, for any τ"""
     rho, A = f64(tokens).T
     loss = lambda rho: grpo.sapo_loss(rho, A[None], **options)
     expect(loss(rho[None]), [[oracle_sapo(*token, **options) for token in tokens]])
@@ -879,7 +879,7 @@ def test_grpo_loss_on_policy_is_worked_out_from_lengths_alone(lengths, loss_type
 @one_option
 @given(rated)
 def test_grpo_loss_matches_the_oracle(options, rows):
-    """loss = aggregate(l(ρ, A) + β·KL), with one option or some pairs, against a loop over tokens"""
+    """loss = aggregate(l(ρ, A) + β·KL), with none, one or a few options, against a loop over tokens"""
     expect(loss_of(rows, **options)[0], oracle_loss(rows, **options)[0])
 
 
@@ -961,7 +961,7 @@ def test_grpo_loss_takes_the_other_log_probs_as_constants(options, name, rows):
 @one_option
 @given(rated)
 def test_grpo_loss_metrics_match_the_oracle(options, rows):
-    """low: A < 0, ρ < 1 - ε_low; high: A > 0, ρ > 1 + ε_high; cispo: its cap alone; sapo: 0; both; kl"""
+    """low: A < 0, ρ below the range; high: A > 0, ρ above it (cispo has a cap alone, sapo neither); both; mean kl"""
     want = oracle_loss(rows, **options)[1]
     metrics = {name: x for name, x in loss_of(rows, **options)[1].items() if name in want}
     expect(f64(list(metrics.values())), [want[name] for name in metrics])
@@ -1221,7 +1221,7 @@ def tensors(dtype=torch.float64):
     ("aggregate", lambda t: grpo.aggregate(t.X, t.M, **of_type("dr_grpo")), "S"),
     ("grpo_loss", lambda t: grpo.grpo_loss(t.X, t.R, t.M, ref_logps=t.X, beta=0.1)[0], "S")])
 def test_a_function_keeps_the_dtype_and_changes_no_argument(name, call, like, dtype):
-    """In the calls of this test the float dtype that goes in comes out, and what went in is as it was"""
+    """The float dtype that goes in comes out, and what went in is as it was"""
     t, before = tensors(dtype), tensors(dtype)
     result, want = call(t), getattr(t, like)
     assert (result.shape, result.dtype) == (want.shape, want.dtype)
@@ -1259,7 +1259,7 @@ t = tensors()
     ("grpo_loss", "ref_logps", (t.X, t.R, t.M), dict(beta=0.1)),
     ("grpo_loss", "policy_loss", (t.X, t.R, t.M), dict(policy_loss="ppo"))])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """In the calls of this test: a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
+    """An error says which: a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
     message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: (got|allowed)"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)

@@ -7,9 +7,10 @@ They pass the tests of the formulas; the tests of what grpo.py adds are skipped:
 
     GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
 
-grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, no value at padding, not even NaN,
-reaches a result or a gradient of grpo.py. Errors there, but not here: unknown words, groups of one, beta without
-ref_logps, prompts padded on the right, wrong shapes that would broadcast in grpo_loss.
+grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, where a function of grpo.py takes a
+mask, no value at padding, not even NaN, reaches a result or a gradient. Errors there, but not here: unknown words,
+groups of one, beta without ref_logps, prompts padded on the right, completion masks with holes in per_token_logps,
+wrong shapes that would broadcast in grpo_loss.
 """
 
 import torch
@@ -120,7 +121,7 @@ def kl_estimate(logps, ref_logps):
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None):
     """The mean of the token losses; the methods differ in its denominator. A scalar.
 
-    grpo.py adds: answers without a token; parts of a split batch, whose losses add up to that of the whole.
+    grpo.py adds: answers without a token; parts of a split batch, which add up to the whole (not bnpo).
     """
     total = (per_token_loss * completion_mask).sum()
     if loss_type == "grpo":

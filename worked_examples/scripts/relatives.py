@@ -1,8 +1,8 @@
 """What GRPO is compared with, and weights for its advantages: PPO, RLOO, DAPO's punishment, entropy, the sampler.
 
-The functions are as pure as those of grpo.py, whose notation they use (B, T, G, m, nats). The loop of grpo.py takes
-them through train(..., compute_advantages=f), where f(rewards_per_func, rollout, config) returns advantages (B,) or
-(B, T). A weight w >= 0 of a token multiplies the token's advantage, because w·l(ρ, A) = l(ρ, w·A) for each l there.
+The functions are as pure as those of grpo.py, whose notation they use (B, T, G, m, nats). Advantages reach the loop of
+grpo.py through train(..., compute_advantages=f), where f(rewards_per_func, rollout, config) returns (B,) or (B, T). A
+weight w >= 0 of a token multiplies the token's advantage, because w·l(ρ, A) = l(ρ, w·A) for each l of grpo.py.
 """
 
 import sys
@@ -33,7 +33,8 @@ def leave_one_out_advantages(rewards, num_generations):
     """Compare each answer with the mean of the other answers in its group.
 
     A_i = r_i - 1/(G-1)·Σ_{j≠i} r_j = (r_i - mean)·G/(G-1).
-    On-policy, a baseline without the answer itself leaves the gradient unbiased; GRPO's mean scales it by (G-1)/G.
+    Under "dr_grpo", on-policy, a baseline without the answer itself adds no bias; GRPO's mean scales the gradient by
+    (G-1)/G.
     Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,).
     """
     centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)

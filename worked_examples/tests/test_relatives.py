@@ -102,7 +102,7 @@ def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quanti
 @default_and(dict(cap=1.2))
 @given(logp, logp)
 def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options, old, sampled):
-    """w = min(exp(log π_old - log π_sampler), cap): e^0.1 = 1.1052, and 2 for e² (page 8); no gradient flows into it"""
+    """w = min(exp(log π_old - log π_sampler), cap) (page 8); no gradient flows into it"""
     w = lambda x, y: relatives.truncated_importance_ratio(x, y, **options)
     expect(w(f64(old), f64(sampled)), min(math.exp(old - sampled), options.get("cap", 2.0)))
     expect(slope(lambda x: w(x, f64(sampled)), f64(old)), 0.0)
@@ -169,6 +169,6 @@ x = torch.ones(2, 3)
     ("kl_penalized_rewards", "completion_mask", (x[:, 0], x, x, x[0]), dict(beta=0.1)),
     ("truncated_importance_ratio", "sampling_logps|old_logps", (x, x[0]), {})])
 def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """In the calls of this test: a wrong shape, which may broadcast in silence, and c > L"""
+    """An error says which: a wrong shape, which may broadcast in silence, or c > L"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
         getattr(relatives, name)(*arguments, **options)

@@ -7,6 +7,7 @@ import types
 import torch
 from torch.nn.functional import pad
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.utils.tensordict_utils import get_tensordict
 from verl.utils.torch_functional import entropy_from_logits, get_response_mask, logprobs_from_logits
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -21,8 +22,6 @@ METRICS = {"kl": "kl_loss", "clip_ratio/region_mean": "actor/pg_clipfrac"}
 leave_one_out_advantages = lambda rewards, num_generations: outcome("rloo", rewards, num_generations)
 gae_advantages = lambda r, V, m, *, gamma=1.0, lam=0.95: core_algos.compute_gae_advantage_return(r, V, m, gamma, lam)
 kl_estimate = lambda logps, ref_logps, *, estimator="k3": core_algos.kl_penalty(logps, ref_logps, estimator)
-kl_penalized_rewards = lambda scores, new, ref, mask, *, beta: core_algos.compute_rewards(      # scores at the end
-    torch.zeros_like(new).scatter(1, (mask.sum(1, True).long() - 1) % new.size(1), scores[:, None]), new, ref, beta)
 
 
 def outcome(estimator, rewards, G, **options):
@@ -34,6 +33,15 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", eps=1e-
     if scale_rewards == "batch":
         raise NotImplementedError
     return outcome("grpo", rewards, num_generations, epsilon=eps, norm_adv_by_std_in_grpo=scale_rewards == "group")
+
+
+def kl_penalized_rewards(scores, logps, ref_logps, mask, *, beta):
+    last = mask.size(1) - 1 - mask.long().flip(1).argmax(1, keepdim=True)
+    token_scores = torch.zeros_like(logps).scatter(1, last, scores[:, None])
+    data = types.SimpleNamespace(batch=get_tensordict(dict(
+        response_mask=mask, token_level_scores=token_scores, old_log_probs=logps, ref_log_prob=ref_logps)))
+    data, _ = apply_kl_penalty(data, core_algos.FixedKLController(beta))
+    return data.batch["token_level_rewards"]
 
 
 def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):
