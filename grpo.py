@@ -228,8 +228,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token of π_θ, after
-    a fixed text:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token of π_θ; the
+    text before it and its weight in the loss are fixed:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0: as a loss, noise alone
         k2    biased     ∇KL(π_θ‖π_ref)

@@ -318,7 +318,7 @@ def test_entropy_from_logits_of_a_word_that_is_ruled_out_counts_0(logits):
 
 @functools.cache
 def make_model(kind):
-    """A model of random weights in float64, large enough that its distributions are far from uniform."""
+    """A model of random weights in float64, large enough that its distributions are not uniform."""
     import transformers
     sizes = dict(vocab_size=12, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2,
                  hidden_size=16, num_attention_heads=4, max_position_embeddings=32)
@@ -1015,6 +1015,9 @@ def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
     expect(f64(list(got.values())), list(metrics.values()))
     assert list(got) == list(metrics) and set(map(type, got.values())) == {float}
     expect(slopes_of(rows, by_token=True, **options), oracle_slopes(rows, **options), 1e-6)
+    logps, *_, mask = columns(rows, width=4)
+    at_padding = slope(lambda x: loss_of(rows, x, by_token=True, **options)[0], logps)[mask == 0]
+    expect(at_padding, torch.zeros_like(at_padding))
 
 
 # §8 Process supervision, and two rewards that read a text ---------------------------------------------------
@@ -1098,7 +1101,8 @@ beyond_text = functools.partial(pytest.param, marks=beyond("text"))
     beyond_text("B\n", " B", 1), beyond_text("5", 5, 1), beyond_text("1,0", "10", 0),
     beyond_text("b", "B", 0), beyond_text(r"\boxed{ Oslo }", "Oslo", 1),
     beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 1), beyond_text(r"\boxed{1} 2", "2", 0),
-    beyond_text("None", None, nan), beyond_text("", " ", nan)], ids=str)
+    beyond_text("None", None, nan), beyond_text("", " ", nan),
+    beyond_text("<think>1</think>131</think>132", "132", 1)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: None"""
     expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])

@@ -10,7 +10,7 @@ They pass the tests of the formulas; the tests of what grpo.py adds are skipped:
 grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, where a function of grpo.py takes a
 mask, no value at padding, not even NaN, reaches a result or a gradient. Errors there, but not here: unknown words,
 groups of one, beta without ref_logps, prompts padded on the right, completion masks with holes in per_token_logps,
-wrong shapes that would broadcast in grpo_loss.
+wrong shapes that would broadcast.
 """
 
 import torch

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GRPO, RELATIVES = ROOT / "grpo.py", ROOT / "worked_examples/scripts/relatives.py"
 VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
-            2: dict(correction=0, scale_rewards="none", importance_sampling_level="sequence", cap=1.5),
-            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, temperature_neg=1.1)}
+            2: dict(correction=0, importance_sampling_level="sequence", cap=1.5),
+            3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, cap=1.5)}
 
 
 def text_of(path, variant=0):

@@ -238,7 +238,8 @@ class Student:
         def stand_in(name, tree):
             takes = list(exercises.arguments(tree))
             ours = exercises.arguments(exercises.ours()[name]) if variant else {}
-            usual = {option: ast.literal_eval(ours[option]) for option in exercises.VARIANTS[variant] if option in ours}
+            usual = {option: ast.literal_eval(ours[option]) for option in exercises.VARIANTS[variant]
+                     if ours.get(option)}
 
             def function(*args, **options):
                 self.called.append(name)

@@ -9,7 +9,7 @@
     python worked_examples/course/homework.py --reveal 3                         rung 3's answer, after your prediction
     python worked_examples/course/homework.py --compare a.py b.py --seeds 0 1 2  both curves in one picture
 
-What is not written yet is grpo.py's in a run, and earns nothing. The rungs are at the top of the new file; write what
+A run takes grpo.py's function where yours is not written; that earns nothing. The rungs are at the top of the new file; write what
 you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
 mistake with its input, what is expected, and what came. They expect the defaults of variant 0; with another variant
 use --grade -k. Without -m they ask for the formula alone:
@@ -83,7 +83,7 @@ def put(path, grpo):
             mine[name] = getattr(grpo, name, None)                      # for those of the student's that call it
         setattr(grpo, name, mine[name])
     count = len(reasons) - sum(map(len, left.values()))
-    return "\n".join([f"{count} of {len(reasons)} functions are yours; the others are grpo.py's",
+    return "\n".join([f"{count} of {len(reasons)} functions are yours; a run takes grpo.py's others",
                       *[f"{why}: {', '.join(names)}" for why, names in left.items()]])
 
 

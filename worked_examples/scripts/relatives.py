@@ -46,7 +46,7 @@ def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
 
     δ_t = r_t + γ·V_{t+1} - V_t,  A_t = δ_t + γλ·A_{t+1},  return_t = A_t + V_t;  V and A are 0 after the end.
     λ = 0 trusts the critic's values V (more bias), λ = 1 the observed rewards (more variance).
-    Source: Schulman et al. (arXiv:1506.02438) eq. 16. Args: rewards, values (B, T).
+    Source: Schulman et al. (arXiv:1506.02438) eq. 16. Args: rewards, values (B, T), right-padded.
     Returns: advantages and returns, both (B, T), 0 at padding.
     """
     assert rewards.shape == values.shape == completion_mask.shape, (

@@ -46,7 +46,7 @@ def modules_of_their_own(kept):
 
 
 def make_model(kind, auto_class="AutoModelForCausalLM"):
-    """A model of random weights, large enough that its distributions are far from uniform."""
+    """A model of random weights, large enough that its distributions are not uniform."""
     shape = dict(vocab_size=20, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=32,
                  num_attention_heads=4, max_position_embeddings=64, num_key_value_heads=2, intermediate_size=64,
                  num_labels=1)

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,16 @@ def test_the_gradient_of_a_student_s_function_arrives_and_one_that_hangs_is_ende
 def test_where_a_result_differs_from_that_of_grpo_is_said_in_one_line(got, want, said):
     """Nothing is said if they agree as far as float32 can"""
     assert grading.difference(got, want) == said
+
+
+@pytest.mark.parametrize("variant", exercises.VARIANTS)
+def test_a_file_of_a_variant_is_tested_with_the_defaults_of_grpo(variant):
+    """What a test leaves out, and the variant has changed, reaches a function with grpo.py's own default"""
+    student = SimpleNamespace(called=[], call=lambda name, request, args, options: options)
+    for name, function in grading.Student.functions(student, exercises.ours(variant), variant).items():
+        usual = exercises.arguments(exercises.ours()[name])
+        changed = {option for option in exercises.VARIANTS[variant] if usual.get(option)}
+        assert {option: repr(value) for option, value in function().items()} == {x: usual[x] for x in changed}
 
 
 def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
