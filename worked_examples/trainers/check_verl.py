@@ -1,5 +1,7 @@
 """grpo.py's names, each answered by verl's own code (verl==0.8.0), so that grpo.py's tests run against verl.
 
+verl imports cachetools, fastapi and uvicorn without asking for them: install them, too.
+
     GRPO_MODULE=worked_examples/trainers/check_verl.py python -m pytest -q test_grpo.py
 """
 import types
