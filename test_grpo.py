@@ -1263,7 +1263,7 @@ t = tensors()
     ("grpo_loss", "ref_logps", (t.X, t.R, t.M), dict(beta=0.1)),
     ("grpo_loss", "policy_loss", (t.X, t.R, t.M), dict(policy_loss="ppo"))])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """An error says which: a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
+    """For example a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
     message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: (got|allowed)"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)

@@ -9,10 +9,10 @@
     python worked_examples/course/homework.py --reveal 3                         rung 3's answer, after your prediction
     python worked_examples/course/homework.py --compare a.py b.py --seeds 0 1 2  both curves in one picture
 
-A run takes grpo.py's function where yours is not written; that earns nothing. The rungs are at the top of the new file; write what
-you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests show the first
-mistake with its input, what is expected, and what came. They expect the defaults of variant 0; with another variant
-use --grade -k. Without -m they ask for the formula alone:
+A function that is not written earns nothing; a run takes grpo.py's in its place. The rungs are at the top of the new
+file; write what you expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, the tests
+show the first mistake with its input, what is expected, and what came. They expect the defaults of variant 0; with
+another variant use --grade -k. Without -m they ask for the formula alone:
 
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats
     GRPO_MODULE=my_grpo.py python -m pytest -q -x test_grpo.py -k group_stats -m "beyond or errors"
@@ -83,7 +83,7 @@ def put(path, grpo):
             mine[name] = getattr(grpo, name, None)                      # for those of the student's that call it
         setattr(grpo, name, mine[name])
     count = len(reasons) - sum(map(len, left.values()))
-    return "\n".join([f"{count} of {len(reasons)} functions are yours; a run takes grpo.py's others",
+    return "\n".join([f"{count} of {len(reasons)} functions are yours; for the others a run takes grpo.py's",
                       *[f"{why}: {', '.join(names)}" for why, names in left.items()]])
 
 

@@ -169,6 +169,6 @@ x = torch.ones(2, 3)
     ("kl_penalized_rewards", "completion_mask", (x[:, 0], x, x, x[0]), dict(beta=0.1)),
     ("truncated_importance_ratio", "sampling_logps|old_logps", (x, x[0]), {})])
 def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
-    """An error says which: a wrong shape, which may broadcast in silence, or c > L"""
+    """For example a shape that would broadcast in silence, or c > L"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
         getattr(relatives, name)(*arguments, **options)

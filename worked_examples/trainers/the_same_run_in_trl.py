@@ -22,7 +22,7 @@ import grpo
 
 
 def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
-    """grpo.py's options are TRL's, names too, but for weight_decay and those that are here.
+    """grpo.py's options are TRL's, under the same names, except for weight_decay and those named here.
 
     num_mini_batches is steps_per_generation / gradient_accumulation_steps in TRL, which splits the answers of a step
     once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part.
