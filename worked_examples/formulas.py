@@ -30,7 +30,7 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
 def leave_one_out_advantages(rewards, num_generations):
     """RLOO: each reward minus the mean of the others in its group. (B,)
 
-    scripts/relatives.py adds: exactly 0 where the rewards of a group are equal in float32.
+    scripts/variants.py adds: exactly 0 where the rewards of a group are equal in float32.
     """
     r = rewards.view(-1, num_generations)
     return (r - (r.sum(1, keepdim=True) - r) / (num_generations - 1)).view(-1)

@@ -1,4 +1,4 @@
-"""The exercises of the homework: which functions of grpo.py and relatives.py they are, and which a file has written.
+"""The exercises of the homework: which functions of grpo.py and variants.py they are, and which a file has written.
 
 homework.py makes and runs a student's file, grading.py grades it; both import this module.
 """
@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GRPO, RELATIVES = ROOT / "grpo.py", ROOT / "worked_examples/scripts/relatives.py"
+GRPO, VARIANTS_FILE = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
 VARIANTS = {0: {}, 1: dict(correction=0, eps=1e-6, epsilon_low=0.1, lam=0.9),
             2: dict(correction=0, importance_sampling_level="sequence", cap=1.5),
             3: dict(eps=1e-3, loss_type="grpo", epsilon_low=0.3, cap=1.5)}
@@ -33,12 +33,12 @@ def exercises(source):
 def main_and_further():
     """The names of the exercises: of the main line, and further ones."""
     main = [name for name in exercises(text_of(GRPO)) if name != "process_advantages"]
-    return main, ["process_advantages", *exercises(text_of(RELATIVES))]
+    return main, ["process_advantages", *exercises(text_of(VARIANTS_FILE))]
 
 
 def ours(variant=0):
     """{name: syntax tree} of all exercises."""
-    return exercises(text_of(GRPO, variant)) | exercises(text_of(RELATIVES, variant))
+    return exercises(text_of(GRPO, variant)) | exercises(text_of(VARIANTS_FILE, variant))
 
 
 def load():

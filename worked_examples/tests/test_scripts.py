@@ -76,7 +76,7 @@ def test_a_script_finds_grpo_and_its_neighbours_from_any_folder(path, tmp_path, 
     monkeypatch.chdir(tmp_path)
     elsewhere = [x for x in sys.path if x not in ("", str(ROOT), *(str(other.parent) for other in SCRIPTS))]
     monkeypatch.setattr(sys, "path", [str(path.parent), *elsewhere])
-    for name in {"grpo", "exercises", "relatives"} & set(sys.modules):
+    for name in {"grpo", "exercises", "variants"} & set(sys.modules):
         monkeypatch.delitem(sys.modules, name)
     runpy.run_path(str(path))
 

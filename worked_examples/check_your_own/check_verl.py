@@ -2,7 +2,7 @@
 
 verl imports cachetools, fastapi and uvicorn without asking for them: install them, too.
 
-    GRPO_MODULE=worked_examples/trainers/check_verl.py python -m pytest -q test_grpo.py
+    GRPO_MODULE=worked_examples/check_your_own/check_verl.py python -m pytest -q test_grpo.py
 """
 import types
 

@@ -1,6 +1,6 @@
 """One sampled group, token by token: a table in the terminal, or a page for the browser.
 
-    python worked_examples/scripts/explain.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
+    python worked_examples/scripts/look_at_a_group.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
 
 It takes grpo.py's flags. Without any, the tiny model answers after its cold start, and some answers forget the carry;
 of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all: each),

@@ -1,7 +1,7 @@
 """Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
 
-    python worked_examples/trainers/check.py my_answers.py              of each formula the first failure in full
-    python worked_examples/trainers/check.py my_answers.py grpo_loss    every failure of this function
+    python worked_examples/check_your_own/check.py my_answers.py              of each formula the first failure in full
+    python worked_examples/check_your_own/check.py my_answers.py grpo_loss    every failure of this function
 """
 import os
 import runpy
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-TESTS = ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_relatives.py"
+TESTS = ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"
 LEVELS = "not beyond and not errors", "beyond"
 
 
@@ -45,10 +45,10 @@ class Results(dict):
 def ask(path):
     """The results of the laws on the functions of a file, without those of errors."""
     import grpo
-    from worked_examples.scripts import relatives
+    from worked_examples.scripts import variants
     os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
     laws = "".join(file.read_text(encoding="utf-8") for file in TESTS)
-    functions = {name for name, f in (vars(grpo) | vars(relatives)).items() if callable(f)}
+    functions = {name for name, f in (vars(grpo) | vars(variants)).items() if callable(f)}
     results = Results(name for name in functions if f"def test_{name}_" in laws)
     for level in LEVELS:
         quiet = "-p no:terminal -p no:cacheprovider -W ignore".split()

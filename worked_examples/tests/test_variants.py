@@ -1,4 +1,4 @@
-"""The specification of relatives.py, in the words and by the plumbing of test_grpo.py."""
+"""The specification of variants.py, in the words and by the plumbing of test_grpo.py."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, any_float32, any_junk, beyond,
                        columns, default_and, expect, f64, formula_first, grid, group, grpo, logp, number, reward, slope)
 
-relatives = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/scripts/relatives.py")
-leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards), len(rewards))
+variants = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/scripts/variants.py")
+leave_one_out = lambda rewards: variants.leave_one_out_advantages(f64(rewards), len(rewards))
 
 
 @pytest.mark.parametrize("limits, lengths, want", [
@@ -22,7 +22,7 @@ leave_one_out = lambda rewards: relatives.leave_one_out_advantages(f64(rewards),
     pytest.param((5, 0), [5, 6], [0.0, -1.0], marks=beyond("empty"))], ids=str)
 def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths, want):
     """r = 0 up to L - c tokens, then falls as (L - c - n)/c, and is -1 beyond L (DAPO eq. 13)"""
-    punish = relatives.get_soft_overlong_punishment(*limits)
+    punish = variants.get_soft_overlong_punishment(*limits)
     expect(f64(punish(completion_ids=[[7] * n for n in lengths], prompts=None)), want)
 
 
@@ -32,14 +32,14 @@ def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups
     expect(leave_one_out([1.0, 0.0, 0.0, 1.0]), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
     G = len(groups[0])
     want = [[r - (sum(rewards) - r) / (G - 1) for r in rewards] for rewards in groups]
-    expect(relatives.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
+    expect(variants.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
 
 
 @beyond("equal")
 @given(st.integers(2, 16), any_float32)
 def test_leave_one_out_advantages_of_equal_rewards_are_exactly_zero_in_float32(G, r):
     """r_1 = ... = r_G => A = 0 to the last bit"""
-    expect(relatives.leave_one_out_advantages(torch.full((G,), r), G), [0.0] * G, 0)
+    expect(variants.leave_one_out_advantages(torch.full((G,), r), G), [0.0] * G, 0)
 
 
 @given(group, reward)
@@ -58,7 +58,7 @@ def test_gae_advantages_match_the_oracle(options, rows):
     delta = [[r + gamma * after - V for (r, V), (_, after) in zip(row, row[1:] + [(0, 0)])] for row in rows]
     want = [sum((gamma * lam) ** k * x for k, x in enumerate(row[t:])) for row in delta for t in range(len(row))]
     r, V, mask = columns(rows)
-    A, returns = relatives.gae_advantages(r, V, mask, **options)
+    A, returns = variants.gae_advantages(r, V, mask, **options)
     expect(A[mask == 1], want)
     expect(returns[mask == 1], A[mask == 1] + V[mask == 1])
 
@@ -68,9 +68,9 @@ def test_gae_advantages_at_lambda_0_and_1_are_one_step_and_the_rewards_to_come(r
     """λ = 0: A_t = δ_t, the critic is trusted; λ = γ = 1: A_t + V_t = r_t + ... + r_T, it is a baseline (page 12)"""
     for lam, want in ((0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])):
         r, V = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
-        expect(relatives.gae_advantages(r, V, torch.ones(1, 3), lam=lam)[0], [want])
+        expect(variants.gae_advantages(r, V, torch.ones(1, 3), lam=lam)[0], [want])
     r, V, mask = columns(rows, padding=0.0)
-    expect(relatives.gae_advantages(r, V, mask, lam=1.0)[1], r.flip(1).cumsum(1).flip(1) * mask)
+    expect(variants.gae_advantages(r, V, mask, lam=1.0)[1], r.flip(1).cumsum(1).flip(1) * mask)
 
 
 @given(answers(logp, logp), st.lists(reward, min_size=3, max_size=3), grid(0, 2, 0.25))
@@ -79,9 +79,9 @@ def test_kl_penalized_rewards_match_the_oracle(rows, scores, beta):
     logps, ref, mask = columns(rows)
     want = [-beta * (p - q) + score * (t + 1 == len(row))
             for row, score in zip(rows, scores) for t, (p, q) in enumerate(row)]
-    expect(relatives.kl_penalized_rewards(f64(scores[: len(rows)]), logps, ref, mask, beta=beta)[mask == 1], want)
+    expect(variants.kl_penalized_rewards(f64(scores[: len(rows)]), logps, ref, mask, beta=beta)[mask == 1], want)
     hole = f64([3.0]), f64([[1.0, 9.0, 2.0, 9.0]]), f64([[0.5, 0.0, 3.0, 0.0]]), f64([[1, 0, 1, 0]])
-    expect(relatives.kl_penalized_rewards(*hole, beta=0.1), [[-0.05, 0.0, 3.1, 0.0]])
+    expect(variants.kl_penalized_rewards(*hole, beta=0.1), [[-0.05, 0.0, 3.1, 0.0]])
 
 
 @given(answers(grid(0, 2, 0.25)), grid(0, 1, 0.125))
@@ -89,7 +89,7 @@ def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quanti
     """m = 1 where H >= the (1 - quantile)-quantile of the real tokens' H, interpolated between neighbours (page 8)"""
     def kept(rows, quantile):
         H, mask = columns(rows, padding=9.0)
-        return relatives.top_entropy_mask(H, mask, quantile)[mask == 1]
+        return variants.top_entropy_mask(H, mask, quantile)[mask == 1]
 
     for fraction, want in ((0.4, [0, 1, 0, 1, 0]), (0.2, [0, 1, 0, 0, 0])):
         expect(kept([[(0.1,), (2.0,), (0.3,)], [(1.5,), (0.2,)]], fraction), want)
@@ -103,7 +103,7 @@ def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quanti
 @given(logp, logp)
 def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options, old, sampled):
     """w = min(exp(log π_old - log π_sampler), cap) (page 8); no gradient flows into it"""
-    w = lambda x, y: relatives.truncated_importance_ratio(x, y, **options)
+    w = lambda x, y: variants.truncated_importance_ratio(x, y, **options)
     expect(w(f64(old), f64(sampled)), min(math.exp(old - sampled), options.get("cap", 2.0)))
     expect(slope(lambda x: w(x, f64(sampled)), f64(old)), 0.0)
     expect(slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
@@ -114,7 +114,7 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
 def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows, quantile):
     """aggregate(l·m·w) + β·KL, as TRL has it, is grpo_loss with A·m·w: entropy mask m, sampler's correction w"""
     logps, old, sampled, A, H, mask = columns(rows)
-    weight = relatives.top_entropy_mask(H, mask, quantile) * relatives.truncated_importance_ratio(old, sampled)
+    weight = variants.top_entropy_mask(H, mask, quantile) * variants.truncated_importance_ratio(old, sampled)
     loss = lambda A: grpo.grpo_loss(logps, A, mask, old_logps=old, ref_logps=sampled, beta=0.1, **options)[0]
     with_kl = loss(0 * A)                                               # l of a token is the loss where other A are 0
     alone = torch.eye(A.numel(), dtype=A.dtype).view(-1, *A.shape)[mask.flatten() == 1] * A
@@ -123,9 +123,9 @@ def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows
 
 
 MASKED = [
-    ("gae_advantages", lambda x, y, m: torch.cat(relatives.gae_advantages(x, y, m))),
-    ("kl_penalized_rewards", lambda x, y, m: relatives.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
-    ("top_entropy_mask", lambda x, y, m: relatives.top_entropy_mask(x, m, 0.5).double())]
+    ("gae_advantages", lambda x, y, m: torch.cat(variants.gae_advantages(x, y, m))),
+    ("kl_penalized_rewards", lambda x, y, m: variants.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
+    ("top_entropy_mask", lambda x, y, m: variants.top_entropy_mask(x, m, 0.5).double())]
 of_masked = pytest.mark.parametrize("name, function", MASKED)
 
 
@@ -171,4 +171,4 @@ x = torch.ones(2, 3)
 def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
     """For example a shape that would broadcast in silence, or c > L"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got"):
-        getattr(relatives, name)(*arguments, **options)
+        getattr(variants, name)(*arguments, **options)
