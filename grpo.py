@@ -206,10 +206,10 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
     Returns: (B, T), 1 at padding; or (B, 1).
     """
-    for name, x in (("old_logps", old_logps), ("completion_mask", completion_mask)):
-        assert x.shape == logps.shape, (
-            f"{name}: got {tuple(x.shape)}; allowed is {tuple(logps.shape)}")
     mask = completion_mask != 0
+    assert old_logps.shape == mask.shape == logps.shape, (
+        f"old_logps, completion_mask: got {tuple(old_logps.shape)}, {tuple(mask.shape)}; "
+        f"allowed is {tuple(logps.shape)}")
     log_ratio = torch.where(mask, logps - old_logps, 0)                         # (B, T)
     if importance_sampling_level == "token":
         return log_ratio.exp()                                                  # (B, T)
@@ -672,15 +672,16 @@ class GRPOConfig:
             "delta": self.delta is None or self.policy_loss == "clip" and self.delta >= top,
             "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
             "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
-        for name, option in self.__dataclass_fields__.items():
-            value, kind, text = getattr(self, name), option.type, option.metadata["help"]
-            least = 1 if kind is int and name not in ("warmup_steps", "seed") else 0
-            if isinstance(value, str) and value not in get_args(kind):
-                raise InputError(f"{name}: got {value!r}; allowed is one of {get_args(kind)}")
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise InputError(f"{name}: got {value}; allowed is {least} or more, finite: {text}")
-            if not allowed.get(name, True):
-                raise InputError(f"{name}: got {value}; allowed: {text}")
+        for name, entry in self.__dataclass_fields__.items():
+            value, right = getattr(self, name), allowed.get(name, True)
+            if isinstance(value, str):
+                right = value in get_args(entry.type)
+            elif isinstance(value, (int, float)):
+                least = entry.type is int and name not in ("warmup_steps", "seed")
+                right = right and least <= value < math.inf
+            if not right:
+                words = get_args(entry.type) or entry.metadata["help"]
+                raise InputError(f"{name}: got {value!r}; allowed: {words}")
 
 
 def loss_options(config):
@@ -782,9 +783,6 @@ def compute_rewards(reward_funcs, rollout):
     return torch.tensor(rewards_per_func, device=rollout.completion_ids.device).T       # (B, F)
 
 
-DIFFERENCE = "sampling/sampling_logp_difference/max"
-
-
 def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T)."""
     inputs = (rollout.prompt_ids, rollout.prompt_mask,
@@ -832,8 +830,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     rows = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    # Sampler against scorer: if it is more than rounding, look at positions, temperature and masks.
-    metrics[DIFFERENCE] = 0.0
+    difference = 0.0              # sampler against scorer: see positions, temperature, masks, cache
     state.optimizer.zero_grad()
     for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
@@ -845,15 +842,15 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
-        difference = (old - rollout.sampler_logps[part]).abs().max().item()
-        metrics[DIFFERENCE] = max(metrics[DIFFERENCE], difference)
+        difference = max(difference, (old - rollout.sampler_logps[part]).abs().max().item())
     group, = state.optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(
         group["params"], config.max_grad_norm or math.inf, error_if_nonfinite=True)
     group["lr"] = learning_rate(config, state.step)
     state.optimizer.step()
     state.optimizer.zero_grad()                                # sampling needs the memory
-    return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"]}
+    return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"],
+                      "sampling/sampling_logp_difference/max": difference}
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
@@ -872,8 +869,8 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
         metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
     metrics = {name: None if x.isnan() else x.item() for name, x in metrics.items()}
     for name in updates[0]:
-        metrics[name] = sum(update[name] for update in updates) / len(updates)
-    metrics[DIFFERENCE] = max(update[DIFFERENCE] for update in updates)
+        values = [update[name] for update in updates]
+        metrics[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
     return metrics
 
 
@@ -949,24 +946,19 @@ def load_dataset(path):
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
+        where = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
         try:
             rows.append(json.loads(line))                      # it decodes UTF-8
-        except ValueError:
-            rows.append("not JSON")
+        except ValueError as error:
+            raise InputError(f"{where} is not JSON") from error
         row, first = rows[-1], rows[0]
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if row == "not JSON":
-            wrong = row
-        elif not prompt or not isinstance(prompt, (str, list)):
-            wrong = "no prompt, a text or messages"
-        elif row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
-            wrong = f"other columns than line 1's {list(first)}, or another kind of prompt"
-        else:
-            continue
-        shown = line.decode(errors="replace")
-        raise InputError(f"dataset: {path}, line {number}: {wrong}: {shown:.60}")
+        if not isinstance(row, dict) or not row.get("prompt"):
+            raise InputError(f"{where} has no prompt; allowed is a text, or messages")
+        if row.keys() != first.keys() or type(row["prompt"]) is not type(first["prompt"]):
+            raise InputError(f"{where} has other columns than line 1, or mixes texts and messages; "
+                             f"allowed is {list(first)}")
     if not rows:
-        raise InputError(f"dataset: {path}: got an empty file; allowed is an object in each line")
+        raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
 
 
@@ -1034,7 +1026,9 @@ def parse_options(argv):
         "--output_dir", help="a folder without a checkpoint (grpo-output, else grpo-output-2, ...)")
     parser.add_argument(
         "--resume_from_checkpoint", help="a checkpoint-STEP folder, with its run's options")
-    options, saved = parser.parse_known_args(argv)[0], None
+    options, saved = parser.parse_args(argv), None
+    if (options.model == "tiny") != (options.dataset is None):
+        parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
         parser.set_defaults(**TINY, reward_funcs=["accuracy", "think_format"])
     if options.resume_from_checkpoint:
@@ -1062,24 +1056,22 @@ def choose_output_dir(options):
 
 def load_job(config, options):
     """The dataset, the held-out problems, the policy and the tokenizer of a command line."""
-    is_tiny = options.model == "tiny"
-    if is_tiny != (options.dataset is None):
-        raise InputError(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
-    if is_tiny:
+    where = ""
+    if options.model == "tiny":
         dataset, held_out = tiny_problems(config.seed)
     else:
         dataset, held_out = load_dataset(options.dataset), []
+        where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
     if options.eval_dataset:
         held_out = load_dataset(options.eval_dataset)
     for row in dataset[:1] + held_out[:1]:
         if "accuracy" in options.reward_funcs and "solution" not in row:
-            raise InputError(f"dataset: got {list(row)}; allowed with accuracy: prompt, solution")
-    asks_hub = not is_tiny and not os.path.isdir(options.model)
-    print(f"{options.model}{' (no folder: asking the hub)' * asks_hub}: {len(dataset)} problems, "
-          f"rewards {', '.join(options.reward_funcs)}", flush=True)
+            raise InputError(f"dataset: got {list(row)}; allowed with accuracy: a solution")
+    print(f"{options.model}{where}: {len(dataset)} problems, rewards "
+          f"{', '.join(options.reward_funcs)}", flush=True)
     policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-    longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
-                  for row in dataset + held_out)
+    prompts = [row["prompt"] for row in dataset + held_out]
+    longest = encode_prompts(tokenizer, prompts, "cpu")[0].size(1)
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
@@ -1089,32 +1081,32 @@ def load_job(config, options):
 
 def run(config, options, saved, argv):
     """The job of a command line."""
-    is_tiny, checkpoint = options.model == "tiny", options.resume_from_checkpoint
-    if is_tiny:
+    if options.model == "tiny":
         torch.set_num_threads(1)                               # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     if len(config.reward_weights or reward_funcs) != len(reward_funcs):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
-    folder = choose_output_dir(options)
+    folder, checkpoint = choose_output_dir(options), options.resume_from_checkpoint
     try:
         dataset, held_out, policy, tokenizer = load_job(config, options)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    if is_tiny and not saved:
+    if options.model == "tiny" and not saved:
         cold_start(policy, tokenizer, dataset, config.seed)
-    state = initial_state(policy, config)
+    state, lines = initial_state(policy, config), ""
     if saved:
         load_checkpoint(state, saved)
-    first, before = state.step, None
-    lines = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
+        lines = Path(checkpoint, "metrics.jsonl").read_text()
+    first = state.step
     if held_out:
         before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
-        for _, _, metrics in tqdm(steps, "GRPO", first, config.max_steps, disable=None):
+        bar = tqdm(steps, "GRPO", initial=first, total=config.max_steps, disable=None)
+        for _, _, metrics in bar:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "metrics.jsonl", "w" if state.step == first + 1 else "a") as file:
+            with open(folder / "metrics.jsonl", "a" if state.step > first + 1 else "w") as file:
                 file.write(lines + json.dumps(metrics, allow_nan=False) + "\n")
             lines = ""
             if state.step % math.ceil(config.max_steps / 10) == 0:
@@ -1123,12 +1115,12 @@ def run(config, options, saved, argv):
             if state.step % config.save_steps == 0 or state.step == config.max_steps:
                 checkpoint = save_checkpoint(policy, tokenizer, state, config, folder)
     except BaseException as error:                             # Ctrl-C, too
+        what = "start again"
         if checkpoint:
-            after = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
+            what = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
-        if checkpoint or not isinstance(error, InputError):
-            print(f"stopped; to {after if checkpoint else 'start again'}:",
-                  shlex.join(["python", sys.argv[0], *argv]))
+        if checkpoint or not isinstance(error, InputError):    # else the run is refused
+            print(f"stopped; to {what}:", shlex.join(["python", sys.argv[0], *argv]))
         raise
     print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
     if held_out:
