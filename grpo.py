@@ -946,7 +946,7 @@ def load_dataset(path):
 
 
 def load_model(name, seed=0):
-    """A float32 causal LM and its tokenizer: tiny, a folder or a hub name; remote code never runs."""
+    """A float32 causal LM and tokenizer: tiny, a folder or a hub name; its own code never runs."""
     if name == "tiny":
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
