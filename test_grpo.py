@@ -836,7 +836,7 @@ def oracle_weights(lengths, loss_type, T_max=7, num_rows_in_batch=None, num_item
     if loss_type == "grpo":
         return [1 / (B * max(n, 1)) for n in lengths]
     if loss_type == "dr_grpo":
-        return [1 / (B * T_max)] * len(lengths)
+        return [1 / (B * T_max) for _ in lengths]
     if loss_type == "bnpo":
         return [1 / own_tokens] * len(lengths)
     return [1 / (num_items_in_batch or own_tokens)] * len(lengths)
@@ -917,26 +917,14 @@ def test_aggregate_of_one_loss_for_each_answer_is_that_of_its_tokens(loss_type, 
 
 # §8 Two other policy terms, before the loss that is made of them --------------------------------------------
 
-worked_ratios = f64([[0.5, 1.0, 1.5, 6.0]])                             # page 10, at A = 1
-one = f64([[1.0]])
-
-
-def test_clipped_surrogate_loss_weights_a_token_as_worked():
-    """-∂l/∂log π = ρ, or 0 above 1 + ε (page 10)"""
-    got = slope(lambda logps: -grpo.clipped_surrogate_loss(logps.exp(), one), worked_ratios.log())
-    expect(got, [[0.5, 1.0, 0.0, 0.0]])
-
-
-def test_cispo_loss_weights_a_token_as_worked():
-    """-∂l/∂log π = min(ρ, 5) (page 10)"""
-    got = slope(lambda logps: -grpo.cispo_loss(logps, logps.exp(), one), worked_ratios.log())
-    expect(got, [[0.5, 1.0, 1.5, 5.0]])
-
-
-def test_sapo_loss_weights_a_token_as_worked():
-    """-∂l/∂log π = 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1)) (page 10)"""
-    got = slope(lambda logps: -grpo.sapo_loss(logps.exp(), one), worked_ratios.log())
-    expect(got, [[0.47, 1.0, 1.41, 0.1596]], 5e-5)
+@pytest.mark.parametrize("name, policy_loss, want", [                                           # page 10
+    ("clipped_surrogate_loss", lambda logps: grpo.clipped_surrogate_loss(logps.exp(), f64([[1.0]])), [0.5, 1, 0, 0]),
+    ("cispo_loss", lambda logps: grpo.cispo_loss(logps, logps.exp(), f64([[1.0]])), [0.5, 1, 1.5, 5]),
+    ("sapo_loss", lambda logps: grpo.sapo_loss(logps.exp(), f64([[1.0]])), [0.47, 1, 1.41, 0.1596])])
+def test_a_policy_loss_weights_a_token_as_worked(name, policy_loss, want):
+    """-∂l/∂log π at A = 1, ρ = 0.5, 1, 1.5, 6: ρ or 0; CISPO min(ρ, 5); SAPO 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1))"""
+    logps = f64([[0.5, 1.0, 1.5, 6.0]]).log()
+    expect(-slope(policy_loss, logps), [want], 5e-5)
 
 
 @with_options({}, dict(epsilon_high=1.3))
@@ -997,18 +985,10 @@ SEQUENCE_KL = dict(importance_sampling_level="sequence", beta=0.1, use_bias_corr
 CISPO = dict(policy_loss="cispo", epsilon_high=2.0)
 SAPO = dict(policy_loss="sapo")
 every_option = with_options(
-    {},
-    dict(loss_type="grpo"),
-    dict(loss_type="bnpo"),
-    dict(loss_type="dr_grpo", max_completion_length=7),
-    dict(epsilon_low=0.1, epsilon_high=0.55),
-    dict(delta=1.45),
-    dict(beta=0.1),
-    dict(beta=0.1, loss_type="grpo"),
-    dict(beta=0.1, use_bias_correction_kl=True),
-    dict(policy_loss="cispo", epsilon_high=2.0),
-    dict(policy_loss="sapo"),
-    dict(policy_loss="sapo", loss_type="grpo"),
+    {}, dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45),
+    dict(loss_type="grpo"), dict(loss_type="bnpo"), dict(loss_type="dr_grpo", max_completion_length=7),
+    dict(beta=0.1), dict(beta=0.1, loss_type="grpo"), dict(beta=0.1, use_bias_correction_kl=True),
+    dict(policy_loss="cispo", epsilon_high=2.0), dict(policy_loss="sapo"), dict(policy_loss="sapo", loss_type="grpo"),
     dict(importance_sampling_level="sequence"),
     dict(importance_sampling_level="sequence", loss_type="grpo"),
     dict(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=True),
@@ -1021,15 +1001,10 @@ def without_delta_unless_clip(options):
 
 
 any_options = st.fixed_dictionaries(dict(
-    policy_loss=st.sampled_from(["clip", "cispo", "sapo"]),
-    loss_type=st.sampled_from(LOSS_TYPES),
-    importance_sampling_level=st.sampled_from(["token", "sequence"]),
-    epsilon_low=st.sampled_from([0.2, 0.1]),
-    epsilon_high=st.sampled_from([None, 0.55]),
-    delta=st.sampled_from([None, 1.7]),
-    beta=st.sampled_from([0.0, 0.1]),
-    use_bias_correction_kl=st.booleans(),
-    max_completion_length=st.just(7))).map(without_delta_unless_clip)
+    policy_loss=st.sampled_from(["clip", "cispo", "sapo"]), loss_type=st.sampled_from(LOSS_TYPES),
+    importance_sampling_level=st.sampled_from(["token", "sequence"]), epsilon_low=st.sampled_from([0.2, 0.1]),
+    epsilon_high=st.sampled_from([None, 0.55]), delta=st.sampled_from([None, 1.7]),
+    beta=st.sampled_from([0.0, 0.1]), use_bias_correction_kl=st.booleans(), max_completion_length=st.just(7))).map(without_delta_unless_clip)
 
 
 def loss_of(rows, logps=None, by_token=False, **options):
@@ -1317,9 +1292,10 @@ def test_grpo_loss_metrics_do_not_count_an_answer_without_a_token(options, rows)
 
 # §8 Process supervision, and two rewards that read a text ---------------------------------------------------
 
-any_step = st.tuples(any_reward, st.integers(0, 3))                             # its reward, and its last token
-any_missing_step = st.tuples(st.just(nan), st.sampled_from([-7, 0, 99]))         # NaN: there is none, wherever it ends
-any_solutions = st.lists(st.tuples(st.integers(1, 4), any_step | any_missing_step, any_step), min_size=4, max_size=4)   # length
+any_step = st.tuples(any_reward, st.integers(0, 3))                     # its reward, and its last token
+any_missing_step = st.tuples(st.just(nan), st.sampled_from([-7, 0, 99]))    # NaN: there is none, wherever it ends
+any_solution = st.tuples(st.integers(1, 4), any_step | any_missing_step, any_step)      # its length first
+any_solutions = st.lists(any_solution, min_size=4, max_size=4)
 
 
 def process_advantages_of(solutions, G=2, **options):
@@ -1589,6 +1565,6 @@ arg = tensors()
     *[("grpo_loss", "delta", (arg.X, arg.R, arg.M), dict(policy_loss=name, delta=2.0)) for name in ("sapo", "cispo")]])
 def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argument, arguments, options):
     """For example a (B, 1) that would broadcast against (B, T), a wrong B, an unknown word"""
-    message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: got .+; allowed is .+"
+    message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: got .+; allowed .+"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)
