@@ -135,17 +135,17 @@ class Laws:
         return report
 
     def summary(self, name):
-        """One line for a function."""
-        outcomes = [verdict for verdict in self.verdicts if verdict.function == name]
-        for verdict in outcomes:
-            if verdict.outcome == "differs":
-                return f"differs ({verdict.law}; {verdict.smallest_input})"
-        same = [verdict for verdict in outcomes if verdict.outcome == "same"]
-        why = sorted({verdict.outcome for verdict in outcomes} - {"same"})
+        """One line for a function; empty if no law was asked of it."""
+        verdicts = [verdict for verdict in self.verdicts if verdict.function == name]
+        differs = [verdict for verdict in verdicts if verdict.outcome == "differs"]
+        same = [verdict for verdict in verdicts if verdict.outcome == "same"]
+        if differs:
+            return f"differs in {len(differs)} of {len(verdicts)}: {differs[0].law}; {differs[0].smallest_input}"
+        why = sorted({verdict.outcome for verdict in verdicts} - {"same"})
         waits = [reason for reason in why if reason.startswith("waits")]
-        if not same or waits:
+        if waits or not same:
             return ", ".join(waits or why)
-        return f"same in {len(same)} of {len(outcomes)} ({', '.join(why)})" if why else "same"
+        return f"same in {len(same)} of {len(verdicts)} ({', '.join(why)})" if why else "same"
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")

@@ -211,5 +211,5 @@ X = torch.ones(2, 3)
     ("truncated_importance_ratio", "sampling_logps|old_logps", (X, X[0]), {})])
 def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, arguments, options):
     """For example a shape that would broadcast in silence, or c > L"""
-    with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got .+; allowed .+"):
+    with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got .+; allowed"):
         getattr(variants, name)(*arguments, **options)
