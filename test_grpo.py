@@ -61,6 +61,8 @@ def remember_what_is_asked(request):
     row = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     inputs = [f"{name} = {text_of(value)}" for name, value in row.items() if name != "want"]
     asked.update(law=request.function.__doc__, row=", ".join(inputs))
+    if request.config.option.tbstyle == "auto":
+        request.config.option.tbstyle = "short"                         # where a function raises an error
 
 
 class Difference(pytest.fail.Exception):
