@@ -32,7 +32,6 @@ TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
 NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
          if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
 OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
-FORMULAS = "not beyond and not errors"
 
 
 class Verdict(NamedTuple):
@@ -125,13 +124,12 @@ class Laws:
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.when == "call":
-            outcome, smallest_input = {"passed": "same", "failed": "differs"}.get(report.outcome), ""
+            outcome, smallest_input = "same", ""
             if report.skipped:
                 outcome = call.excinfo.value.msg
             if report.failed:
-                smallest_input = smallest_input_of(item, call.excinfo.value)
-            function, mark = self.asked
-            self.verdicts.append(Verdict(item.name, function, mark, outcome, item.function.__doc__, smallest_input))
+                outcome, smallest_input = "differs", smallest_input_of(item, call.excinfo.value)
+            self.verdicts.append(Verdict(item.name, *self.asked, outcome, item.function.__doc__, smallest_input))
         return report
 
     def summary(self, name):
@@ -140,7 +138,7 @@ class Laws:
         differs = [verdict for verdict in verdicts if verdict.outcome == "differs"]
         same = [verdict for verdict in verdicts if verdict.outcome == "same"]
         if differs:
-            return f"differs in {len(differs)} of {len(verdicts)}: {differs[0].law}; {differs[0].smallest_input}"
+            return f"differs in {len(differs)} of {len(verdicts)} ({differs[0].law}; {differs[0].smallest_input})"
         why = sorted({verdict.outcome for verdict in verdicts} - {"same"})
         waits = [reason for reason in why if reason.startswith("waits")]
         if waits or not same:
@@ -154,13 +152,8 @@ class Laws:
                 terminalreporter.line(f"{name:30}{self.summary(name)}")
 
 
-def ask(path, *options):
-    """Pytest's exit code, and the plugin with its verdicts."""
-    laws = Laws(load(path))
-    return pytest.main([*map(str, LAWS), *OPTIONS, FORMULAS, *options], plugins=[laws]), laws
-
-
 if __name__ == "__main__":
     if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
-    sys.exit(ask(*sys.argv[1:])[0])
+    plugin = Laws(load(sys.argv[1]))
+    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, "not beyond and not errors", *sys.argv[2:]], plugins=[plugin]))
