@@ -1382,7 +1382,7 @@ def test_process_advantages_of_whole_numbers_are_those_of_floats():
     expect(A, [[1.0, -0.5], [-1.0, -0.5]], 1e-6)
 
 
-def numbers(rewards):
+def none_as_nan(rewards):
     """A reward of None as NaN."""
     return f64([nan if reward is None else reward for reward in rewards])
 
@@ -1404,7 +1404,7 @@ def beyond_text(*row):
     beyond_text("<think>1</think>131</think>132", "132", 1)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: None"""
-    expect(numbers(grpo.accuracy_reward([answer], [solution])), [want])
+    expect(none_as_nan(grpo.accuracy_reward([answer], [solution])), [want])
 
 
 @pytest.mark.parametrize("answer, want", [
@@ -1417,7 +1417,7 @@ def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     beyond_text("<think>1</think>2<think>", 0)], ids=str)
 def test_think_format_reward_matches_the_worked_answers(answer, want):
     """r = 1 for one <think>...</think>, from the first character on, then an answer; else 0"""
-    expect(numbers(grpo.think_format_reward([answer])), [want])
+    expect(none_as_nan(grpo.think_format_reward([answer])), [want])
 
 
 @beyond("text")
@@ -1427,7 +1427,7 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     texts = ["a", "<think>b</think>a", "<think>a", "", "<think></think>" + " " * 10**5]         # however long
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in texts]
     reward, others = getattr(grpo, name), dict(solution=["a"] * len(texts), prompts=texts)
-    expect_equal(numbers(reward(completions=chats, **others)), numbers(reward(completions=texts, **others)))
+    expect_equal(none_as_nan(reward(completions=chats, **others)), none_as_nan(reward(completions=texts, **others)))
 
 
 # Functions that take a mask: padding, width, dtype of the mask ----------------------------------------------

@@ -32,6 +32,7 @@ TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
 NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
          if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
 OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
+FORMULAS = "not beyond and not errors"
 
 
 class Verdict(NamedTuple):
@@ -156,4 +157,4 @@ if __name__ == "__main__":
     if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
     plugin = Laws(load(sys.argv[1]))
-    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, "not beyond and not errors", *sys.argv[2:]], plugins=[plugin]))
+    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, FORMULAS, *sys.argv[2:]], plugins=[plugin]))

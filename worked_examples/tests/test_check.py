@@ -15,12 +15,11 @@ def verdicts(text, folder, *options):
     return run.returncode, dict(line.split(maxsplit=1) for line in lines)
 
 
-def test_the_formulas_are_the_same(tmp_path):
-    """No law of a formula fails, and each of the 13 functions is asked; what the file lacks is not there"""
-    code, said = verdicts(FORMULAS, tmp_path)
-    same = [name for name, verdict in said.items() if verdict.startswith("same")]
-    assert code == 0 and len(same) == FORMULAS.count("\ndef ") == 13
-    assert {verdict for name, verdict in said.items() if name not in same} == {"not there"}
+def test_a_function_is_the_same_or_not_there(tmp_path):
+    """clip_ratio is in formulas.py, group_stats is not; of clipped_surrogate_loss it lacks an argument"""
+    code, said = verdicts(FORMULAS, tmp_path, "-k", "clip_ratio or group_stats or clipped_surrogate_loss_matches")
+    assert code == 0 and said["clip_ratio"] == "same" and said["group_stats"] == "not there"
+    assert said["clipped_surrogate_loss"] == "same in 15 of 19 (no argument 'delta')"
 
 
 def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
