@@ -1427,7 +1427,8 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     texts = ["a", "<think>b</think>a", "<think>a", "", "<think></think>" + " " * 10**5]         # however long
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in texts]
     reward, others = getattr(grpo, name), dict(solution=["a"] * len(texts), prompts=texts)
-    expect_equal(none_as_nan(reward(completions=chats, **others)), none_as_nan(reward(completions=texts, **others)))
+    of_texts = none_as_nan(reward(completions=texts, **others))
+    expect_equal(none_as_nan(reward(completions=chats, **others)), of_texts)
 
 
 # Functions that take a mask: padding, width, dtype of the mask ----------------------------------------------

@@ -1,4 +1,4 @@
-"""Does a file of yours compute what grpo.py does? The laws of test_grpo.py and test_variants.py, asked of its functions.
+"""Does a file of yours compute what grpo.py does? The laws of test_grpo.py and test_variants.py, asked of its code.
 
     python worked_examples/check_your_own/check.py my_grpo.py                  the formulas
     python worked_examples/check_your_own/check.py my_grpo.py -x -k kl         up to the first mistake in the KL
@@ -6,9 +6,10 @@
     python worked_examples/check_your_own/check.py my_grpo.py -m errors        are wrong shapes and words errors?
 
 What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, and the smallest input
-that breaks it), waits for NAME (a function that it calls, and that differs or is not there), not there. A law is skipped
-where it needs a function or an argument that the file lacks, or that raises NotImplementedError without a text. The
-file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours, read it first.
+that breaks it), waits for NAME (a function that it calls, and that differs or is not there), not there. A law is
+skipped where it needs a function or an argument that the file lacks, or a function that raises NotImplementedError
+without a text. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours,
+read it first.
 """
 
 import functools

@@ -34,13 +34,18 @@ def place(line, column):
     return len(b"".join(SOURCE.splitlines(keepends=True)[:line - 1])) + column
 
 
+def ends(node):
+    return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+
+
 def text_of(node):
-    return SOURCE[place(node.lineno, node.col_offset):place(node.end_lineno, node.end_col_offset)].decode()
+    start, end = ends(node)
+    return SOURCE[start:end].decode()
 
 
 def between(left, right, operator):
     """The change of the operator that stands between two nodes."""
-    start, end = place(left.end_lineno, left.end_col_offset), place(right.lineno, right.col_offset)
+    start, end = ends(left)[1], ends(right)[0]
     old, new = TOKENS[type(operator)]
     return start, end, SOURCE[start:end].decode().replace(old, new, 1)
 
@@ -55,10 +60,9 @@ def changes(node):
         yield between(node.left, node.comparators[0], node.ops[0])
     if not hasattr(node, "end_lineno"):
         return
-    start, end = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+    start, end = ends(node)
     if isinstance(node, (ast.If, ast.IfExp)):
-        test = node.test
-        yield (place(test.lineno, test.col_offset), place(test.end_lineno, test.end_col_offset), f"(not ({text_of(test)}))")
+        yield *ends(node.test), f"(not ({text_of(node.test)}))"
     elif isinstance(node, ast.UnaryOp):                                 # without its - or ~ or not
         yield start, end, text_of(node.operand)
     elif isinstance(node, ast.Assert):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
-from test_grpo import (advantages_of, any_advantage, any_float32, any_group, any_groups, any_logp, any_number, any_reward,
-                       answers, beyond, columns, expect, expect_equal, expect_nothing_of_the_padding, f64, grid,
-                       remember_what_is_asked, slope, with_options)
+from test_grpo import (advantages_of, any_advantage, any_float32, any_group, any_groups, any_logp, any_mask_dtype,
+                       any_number, any_reward, answers, beyond, columns, expect, expect_equal,
+                       expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
 from worked_examples.scripts import variants
 
 
@@ -78,7 +78,8 @@ def test_gae_advantages_match_the_oracle(options, rows):
     expect_equal(returns[mask == 1], A[mask == 1] + V[mask == 1])
 
 
-@pytest.mark.parametrize("lam, want", [(0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])])
+@pytest.mark.parametrize("lam, want", [
+    (0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])])
 def test_gae_advantages_match_the_worked_numbers(lam, want):
     """λ = 0: A_t = δ_t, the critic is trusted; λ = 1: the rewards to come less V_t, it is a baseline (page 10)"""
     rewards, values = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
@@ -191,7 +192,7 @@ def test_one_more_column_of_padding_changes_nothing(name, function, rows):
 
 @beyond("masks")
 @every_masked_function
-@given(answers(any_number, any_number), st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32]))
+@given(answers(any_number, any_number), any_mask_dtype)
 def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
     """f(mask of this dtype) = f(mask of 0.0 and 1.0)"""
     x, y, mask = columns(rows)
