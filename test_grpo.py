@@ -432,7 +432,7 @@ def make_model(kind):
     return model
 
 
-any_prompt = st.lists(st.integers(2, 11), min_size=1, max_size=3)
+any_prompt = st.lists(st.integers(2, 11), min_size=1, max_size=5)
 any_prompts_and_answers = st.lists(
     st.tuples(any_prompt, st.lists(st.integers(1, 11), min_size=1, max_size=3)), min_size=1, max_size=3)
 
@@ -1230,6 +1230,15 @@ def expect_metrics(metrics, want):
 def test_grpo_loss_metrics_match_the_oracle(options, rows):
     """low: A < 0, ρ below the range; high: A > 0, ρ above it (cispo: the cap, sapo: none); both; mean kl"""
     expect_metrics(loss_of(rows, **options)[1], oracle_loss(rows, **options)[1])
+
+
+@beyond("metrics")
+@given(any_rated_answers)
+def test_grpo_loss_metrics_on_the_edge_of_the_range_count_nothing(rows):
+    """ε = 0, ρ = 1: the edge is inside the range"""
+    logps, _, _, A, mask = columns(rows)
+    _, metrics = grpo.grpo_loss(logps, A[:, 0], mask, old_logps=logps, epsilon_low=0.0, epsilon_high=0.0)
+    expect(f64(list(metrics.values())), [0.0] * 3)
 
 
 every_kind_of_loss = with_options({}, SEQUENCE, CISPO, SAPO)

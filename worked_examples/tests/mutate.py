@@ -7,13 +7,14 @@ A line for each change, last the number of those that were noticed. Survivors ar
 """
 
 import argparse
-import ast
 import contextlib
+import io
 import multiprocessing
 import os
 import random
 import signal
 import sys
+import tokenize
 import types
 from pathlib import Path
 
@@ -21,79 +22,48 @@ import pytest
 import transformers                                                     # once for all, before the processes fork
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = (ROOT / "grpo.py").read_bytes()                                # ast counts columns in bytes
-TOKENS = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")}
-NAMES = dict(min="max", max="min", amin="amax", amax="amin", any="all", all="any", zeros_like="ones_like")
-
-
-def place(line, column):
-    return len(b"".join(SOURCE.splitlines(keepends=True)[:line - 1])) + column
-
-
-def ends(node):
-    return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
-
-
-def text_of(node):
-    start, end = ends(node)
-    return SOURCE[start:end].decode()
-
-
-def between(left, right, operator):
-    """The change of the operator that stands between two nodes."""
-    start, end = ends(left)[1], ends(right)[0]
-    old, new = TOKENS[type(operator)]
-    return start, end, SOURCE[start:end].decode().replace(old, new, 1)
-
-
-def changes(node):
-    """Start, end and new text of each change of this node."""
-    if isinstance(node, ast.BinOp) and type(node.op) in TOKENS:
-        yield between(node.left, node.right, node.op)
-    elif isinstance(node, ast.BoolOp):
-        yield between(node.values[0], node.values[1], node.op)
-    elif isinstance(node, ast.Compare) and type(node.ops[0]) in TOKENS:
-        yield between(node.left, node.comparators[0], node.ops[0])
-    if not hasattr(node, "end_lineno"):
-        return
-    start, end = ends(node)
-    if isinstance(node, (ast.If, ast.IfExp)):
-        yield *ends(node.test), f"(not ({text_of(node.test)}))"
-    elif isinstance(node, ast.UnaryOp):                                 # without its - or ~ or not
-        yield start, end, text_of(node.operand)
-    elif isinstance(node, ast.Assert):
-        yield start, end, "pass"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield start, end, str(not node.value)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        yield start, end, {0: "1", 1: "0"}.get(node.value, repr(2 * node.value))
-    elif isinstance(node, ast.Attribute) and node.attr in NAMES:
-        yield end - len(node.attr), end, NAMES[node.attr]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text_of(node.func.value) != "torch":
-        yield start, end, text_of(node.func.value)                      # x.detach() becomes x
+SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
+CHANGES = {"+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "~": "", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
+           "==": "!=", "!=": "==", "and": "or", "or": "and", "is": "is not", "not": "", "if": "if not", "elif": "elif not",
+           "assert": "assert True or", "True": "False", "False": "True", "0": "1", "1": "0", "min": "max", "max": "min",
+           "amin": "amax", "amax": "amin", "any": "all", "all": "any", "zeros_like": "ones_like"}
 
 
 def mutants(first, last):
-    """Function, line, old and new text, source, of each change between these two headings."""
-    lines = SOURCE.decode().splitlines()
+    """The function, the line, what is changed, and the whole source, of each change between two headings."""
+    lines = SOURCE.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
     first, last = (next(i for i, line in enumerate(lines) if line.startswith(f"# §{n} ")) for n in (first, last))
-    for function in ast.walk(ast.parse(SOURCE)):
-        if isinstance(function, ast.FunctionDef) and first < function.lineno < last:
-            for node in ast.walk(function):
-                for start, end, new in changes(node):
-                    old, line = SOURCE[start:end].decode(), SOURCE[:start].count(b"\n")
-                    shown = lines[line].strip() if end - start < 40 else ""
-                    text = f"{' '.join(old.split())} -> {' '.join(new.split())}   in: {shown}"
-                    yield function.name, line + 1, text, SOURCE[:start] + new.encode() + SOURCE[end:]
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline)
+              if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP)]
+    function = ""
+    for i, token in enumerate(tokens):
+        line, column = token.start[0] - 1, token.start[1]
+        start = end = starts[line] + column
+        if token.string == "def" and column == 0:
+            function = tokens[i + 1].string
+        if not first < line < last:
+            continue
+        if token.string in CHANGES:
+            end, new = start + len(token.string), CHANGES[token.string]
+        elif token.type == tokenize.NUMBER:
+            end, new = start + len(token.string), f"(2 * {token.string})"
+        elif token.string == "." and tokens[i - 1].string != "torch" and tokens[i + 2].string == "(":
+            depth, j = 1, i + 3                                         # x.detach() becomes x
+            while depth > 0:
+                depth += {"(": 1, ")": -1}.get(tokens[j].string, 0)
+                j += 1
+            (row, stop), new = tokens[j - 1].end, ""
+            end = starts[row - 1] + stop
+        no_operator = token.string == "*" and tokens[i - 1].string in ",[{" or tokens[i + 1].string == "not"
+        if end > start and not no_operator:                             # (a, *, b), [*a], is not
+            change = f"{SOURCE[start:end]} -> {new}   in: {lines[line].strip()}"
+            yield function, line + 1, change, SOURCE[:start] + new + SOURCE[end:]
 
 
-def ask(mutant):
+def ask(job):
     """What pytest says of a grpo.py with this change: 0 if no test fails. First come the laws of its function."""
-    name, *_, source, tests, seconds = mutant
+    function, _, _, source, tests, seconds = job
 
     def stop(*args):
         raise TimeoutError
@@ -105,7 +75,7 @@ def ask(mutant):
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         try:
             exec(compile(source, module.__file__, "exec"), vars(module))
-            for chosen in (["-k", name], []):
+            for chosen in (["-k", function], []):
                 code = pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore", tests, *chosen])
                 if code not in (0, 5):                                  # 5: no test has this name
                     return int(code)
@@ -123,13 +93,13 @@ if __name__ == "__main__":
     options = parser.parse_args()
     tests = ROOT / ("worked_examples/tests/test_training.py" if options.loop else "test_grpo.py")
     everything = list(mutants(9, 11) if options.loop else mutants(1, 9))
-    sample = random.Random(options.seed).sample(everything, min(options.sample or 10**9, len(everything)))
+    sample = random.Random(options.seed).sample(everything, min(options.sample or len(everything), len(everything)))
     jobs = [(*mutant, str(tests), options.seconds) for mutant in sample]
     os.environ.setdefault("GRPO_EXAMPLES", "10")
     sys.path.insert(0, str(ROOT))
     noticed = 0
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        for (name, line, text, *_), code in zip(jobs, pool.imap(ask, jobs)):
+        for (function, line, change, *_), code in zip(jobs, pool.imap(ask, jobs)):
             noticed += code != 0
-            print(f"{'noticed' if code else 'SURVIVED':10}grpo.py:{line} {name}: {text}", flush=True)
+            print(f"{'noticed' if code else 'SURVIVED':10}grpo.py:{line} {function}: {change}", flush=True)
     print(f"{noticed} of {len(jobs)} changes are noticed, of {len(everything)} that there are")
