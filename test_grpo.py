@@ -1416,6 +1416,13 @@ def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     expect(none_as_nan(grpo.accuracy_reward([answer], [solution])), [want])
 
 
+@pytest.mark.errors
+def test_accuracy_reward_wants_a_solution_for_each_answer():
+    """Two answers and one solution: an error, not one reward"""
+    with pytest.raises(ValueError):
+        grpo.accuracy_reward(["1", "2"], ["1"])
+
+
 @pytest.mark.parametrize("answer, want", [
     ("<think>7+5=12,4+8+1=13</think>132", 1), ("<think>7+5=12,4+8+0=12</think>122", 1), # page 7
     ("132.0", 0), ("<think>132", 0), ("132</think>", 0), ("", 0), ("x<think>1</think>2", 0),
