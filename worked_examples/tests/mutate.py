@@ -23,10 +23,11 @@ import transformers                                                     # once f
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
-CHANGES = {"+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "~": "", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
-           "==": "!=", "!=": "==", "and": "or", "or": "and", "is": "is not", "not": "", "if": "if not", "elif": "elif not",
-           "assert": "assert True or", "True": "False", "False": "True", "0": "1", "1": "0", "0.0": "1.0", "min": "max", "max": "min",
-           "amin": "amax", "amax": "amin", "any": "all", "all": "any", "zeros_like": "ones_like"}
+CHANGES = {
+    "+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "~": "", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
+    "==": "!=", "!=": "==", "and": "or", "or": "and", "is": "is not", "not": "", "if": "if not", "elif": "elif not",
+    "assert": "assert True or", "True": "False", "False": "True", "0": "1", "1": "0", "0.0": "1.0", "min": "max",
+    "max": "min", "amin": "amax", "amax": "amin", "any": "all", "all": "any", "zeros_like": "ones_like"}
 
 
 def mutants(first, last):
