@@ -88,8 +88,9 @@ def bare_updates(model, rollout, rows, config):
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
         labels = ids.masked_fill(mask == 0, -100)[:, rollout.prompt_ids.size(1):]
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=labels.size(1) + 1).logits
-        torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels).backward()
+            keep = labels.size(1) + 1
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), labels).backward()
     model.zero_grad()
 
 

@@ -257,7 +257,7 @@ def run_all():
 
 
 def make_group_page():
-    """pictures/group.html: look_at_a_group.py's page, and its first fork over a run of the demo from the same weights."""
+    """pictures/group.html: look_at_a_group.py's page, and its first fork over a run of the demo."""
     _, config, options = look_at_a_group.parse(["--html", "group.html"])
     policy, tokenizer, dataset, reward_funcs = look_at_a_group.load(config, options)
     demo_policy = copy.deepcopy(policy)

@@ -1,10 +1,11 @@
 """One sampled group, token by token: a table in the terminal, or a page for the browser.
 
-    python worked_examples/scripts/look_at_a_group.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
+    python worked_examples/scripts/look_at_a_group.py
+    python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
-It takes grpo.py's flags. Without any, the tiny model answers after its cold start, and half of the answers forget the
-carry; of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all:
-each), after one update on this group. --html: the group as a tree, before and after each of ten updates.
+It takes grpo.py's flags. Without --model, the tiny model answers after its cold start, and half of the answers forget
+the carry; of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all:
+each answer), after one update on this group. --html: the group as a tree, before and after each of ten updates.
 """
 
 import argparse
@@ -100,10 +101,11 @@ def find_forks(answers, advantages):
 
 def next_token_probs(policy, rollout, beginning, config):
     """What the policy says after the question and the beginning of an answer: (V,)."""
-    ids = torch.cat([rollout.prompt_ids[0][rollout.prompt_mask[0] == 1], rollout.prompt_ids.new_tensor(beginning)])
+    question = rollout.prompt_ids[0][rollout.prompt_mask[0] == 1]
+    ids = torch.cat([question, question.new_tensor(beginning)]).unsqueeze(0)
     with torch.no_grad():
-        logits = policy(input_ids=ids.unsqueeze(0), attention_mask=torch.ones_like(ids.unsqueeze(0))).logits[0, -1].float()
-    return (logits / config.temperature).softmax(0)
+        logits = policy(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
+    return (logits.float() / config.temperature).softmax(0)
 
 
 def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):

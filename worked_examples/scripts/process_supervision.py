@@ -43,20 +43,20 @@ def grade_steps(prompt, steps, tokenizer):
 
 
 def step_rewards_and_ends(rollout, tokenizer):
-    """The reward of each step and the index of its last token, (b, S) both; NaN where an answer has no such step."""
+    """The reward of each step and the index of its last token, (B, S) both; NaN where an answer has no such step."""
     rewards, ends = [], []
-    for row, ids, mask in zip(rollout.rows, rollout.completion_ids, rollout.completion_mask):
+    for example, ids, mask in zip(rollout.examples, rollout.completion_ids, rollout.completion_mask):
         steps = split_steps(ids[mask != 0].tolist(), tokenizer)
         lengths = torch.tensor([len(step) for step in steps])
-        rewards.append(torch.tensor(grade_steps(row["prompt"], steps, tokenizer)))
+        rewards.append(torch.tensor(grade_steps(example["prompt"], steps, tokenizer)))
         ends.append(lengths.cumsum(0) - 1)
-    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (b, S)
-    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (b, S)
-    return rewards.to(rollout.logps.device), ends.to(rollout.logps.device)
+    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
+    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
+    return rewards.to(rollout.completion_ids.device), ends.to(rollout.completion_ids.device)
 
 
 def step_advantages(rewards_per_func, rollout, config, tokenizer):
-    """Line 9 of Algorithm 1 under process supervision, (b, T). The rewards of the whole answers are not used."""
+    """Line 9 of Algorithm 1 under process supervision, (B, T). The rewards of the whole answers are not used."""
     rewards, ends = step_rewards_and_ends(rollout, tokenizer)
     return grpo.process_advantages(rewards, ends, rollout.completion_mask, config.num_generations)
 
@@ -67,7 +67,7 @@ def show_an_answer(rollout, config, tokenizer):
     advantages = step_advantages(None, rollout, config, tokenizer)
     mixed = (rewards == 0).any(1) & (rewards == 1).any(1)
     i = int(mixed.long().argmax())                                      # row 0 where there is none
-    print(f"one of the first step's answers to {rollout.rows[i]['prompt']}")
+    print(f"one of the first step's answers to {rollout.examples[i]['prompt']}")
     start = 0
     for reward, end in zip(rewards[i].tolist(), ends[i].tolist()):
         if not math.isnan(reward):
