@@ -87,12 +87,12 @@ def test_a_token_without_a_text_is_shown_by_its_name():
     """Special tokens have a text; tokens that share one are told apart on the page"""
     _, seen, tokenizer, config, _ = small_group()
     assert [look_at_a_group.word(token, tokenizer) for token in range(3)] == ["<pad>", "<eos>", "<think>"]
-    texts = SimpleNamespace(decode=lambda ids, **_: ["", "\ufffd", "</s><i>"][min(ids[0], 2)],
+    texts = SimpleNamespace(decode=lambda ids, **_: ["", "\ufffd", "</script>"][min(ids[0], 2)],
                             convert_ids_to_tokens=lambda token: f"byte {token}")
-    assert [look_at_a_group.word(token, texts) for token in range(3)] == ["byte 0", "byte 1", "</s><i>"]
+    assert [look_at_a_group.word(token, texts) for token in range(3)] == ["byte 0", "byte 1", "</script>"]
     data = look_at_a_group.group_data(seen, texts, [digits], config)
     assert len(sampled_after(data)) == len({tuple(ids[:t]) for ids in seen.answers for t in range(len(ids))})
-    assert "</s>" not in look_at_a_group.page(data)                     # an answer could end the page's script
+    assert look_at_a_group.page(data).count("</script>") == 2           # those of the template
 
 
 def test_it_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monkeypatch):
