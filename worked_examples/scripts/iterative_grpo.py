@@ -10,8 +10,7 @@ r_φ is a language model that begins as the policy. Its score is the log-probabi
 (arXiv:2305.18290) without its reference.
 
 It prints how often r_φ ranks new pairs as the judge does, greedy answers, and last "true accuracy: A -> B" on held-out
-problems. It takes one to two minutes on one core; a look takes seconds:
---cold_start_steps 100 --max_steps 2 --iteration_steps 1 --first_batches 2 --updates 1.
+problems. It takes one to two minutes on one core.
 """
 
 import argparse
@@ -81,7 +80,7 @@ def ranked_pairs(rollout, G):
 
 def main():
     parser = argparse.ArgumentParser()
-    defaults = dict(seed=0, cold_start_steps=500, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
+    defaults = dict(seed=0, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -92,7 +91,7 @@ def main():
     tokenizer = grpo.tiny_tokenizer()
     policy = grpo.tiny_model(tokenizer, config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)
-    grpo.cold_start(policy, tokenizer, problems, config.seed, steps=options.cold_start_steps)
+    grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []

@@ -8,7 +8,7 @@ steps of a group, and lets each token answer for the steps that end at or after 
 supervision is the function step_advantages, which train takes as compute_advantages.
 
 It prints the steps of one answer with their rewards and advantages, greedy answers before and after, and last "held-out
-accuracy: A -> B". One thread: about a minute. In seconds, for a look: --cold_start_steps 5 --max_steps 2.
+accuracy: A -> B". It takes about a minute on one core.
 """
 
 import argparse
@@ -78,7 +78,6 @@ def show_an_answer(rollout, config, tokenizer):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cold_start_steps", type=int, default=500)
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
@@ -87,7 +86,7 @@ def main():
     tokenizer = grpo.tiny_tokenizer()
     policy = grpo.tiny_model(tokenizer, options.seed)
     problems, held_out = grpo.tiny_problems(options.seed)
-    grpo.cold_start(policy, tokenizer, problems, options.seed, steps=options.cold_start_steps)
+    grpo.cold_start(policy, tokenizer, problems, options.seed)
     config = grpo.GRPOConfig(**grpo.TINY | dict(max_steps=options.max_steps, seed=options.seed))
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
