@@ -5,7 +5,8 @@
 
 It takes grpo.py's flags. Without --model, the tiny model answers after its cold start, and half of the answers forget
 the carry; of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all:
-each answer), after one update on this group. --html: the group as a tree, before and after each of ten updates.
+each answer) after one update on this group; a token's push is −∂loss/∂log π. --html: the group as a tree, before and
+after each of ten updates.
 """
 
 import argparse
@@ -75,17 +76,14 @@ def has_two_halves(rollout):
 
 def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
     """The first step with unequal rewards and a wanted group: from the step follow its question and its samples."""
-    unequal = []
     for step in range(config.max_steps):
         rng = grpo.step_rng(config, step)
         examples = grpo.sample_batch(dataset, config, rng)
         rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        if advantages.any():
-            unequal.append(step)
-            if wanted(rollout):
-                return step
-    return unequal[0] if unequal else 0
+        if advantages.any() and wanted(rollout):
+            return step
+    return 0
 
 
 def find_forks(answers, advantages):
@@ -143,6 +141,14 @@ def loss_options(config):
     return grpo.loss_options(config) | {"epsilon_high": default if config.epsilon_high is None else config.epsilon_high}
 
 
+def pushes(seen, u, options):
+    """−∂loss/∂log π of each token after u updates, (B, T): a positive one pushes the token up."""
+    logps, old_logps = seen.updates[u].double().requires_grad_(), seen.updates[0].double()
+    loss, _ = grpo.grpo_loss(
+        logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
+    return 0.0 - torch.autograd.grad(loss, logps)[0]                     # where it is 0: 0, not −0
+
+
 def word(token, tokenizer):
     """A token's text; the tokenizer's own name for a token whose text shows nothing, or a part of a character."""
     text = tokenizer.decode([token], skip_special_tokens=False)
@@ -155,12 +161,6 @@ def group_data(seen, tokenizer, reward_funcs, config):
         if x.dim() == 2:
             return [numbers(row[:len(ids)]) for row, ids in zip(x, seen.answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
-
-    def weights(logps, options):                                        # a positive one pushes the token up
-        logps, old_logps = logps.double().requires_grad_(), seen.updates[0].double()
-        loss, _ = grpo.grpo_loss(
-            logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
-        return numbers(-torch.autograd.grad(loss, logps)[0])
 
     forks, words = [], {}                                               # of a fork the sampled tokens, and the likely
     for (beginning, after), probs in zip(seen.forks.items(), zip(*seen.probs)):
@@ -182,7 +182,7 @@ def group_data(seen, tokenizer, reward_funcs, config):
                      "tokens": [words[token] for token in ids]} for ids in seen.answers],
         "old_logps": numbers(seen.updates[0]), "entropies": numbers(seen.entropies),
         "updates": [numbers(logps) for logps in seen.updates],
-        "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
+        "methods": {name: {"options": options, "weights": [numbers(pushes(seen, u, options)) for u in range(len(seen.updates))]}
                     for name, options in methods.items()},
         "forks": [{"prefix": [words[token] for token in beginning], "words": [words[token] for token in tokens],
                    "probabilities": probabilities} for beginning, tokens, probabilities in forks],
@@ -197,20 +197,18 @@ def page(data):
 
 
 def show(seen, i, tokenizer, config):
-    """Print answer i as a table, a line for each token: grpo_loss with the advantage and the KL of one at a time."""
-    old_logps, logps, mask = (x[[i]] for x in (*seen.updates[:2], seen.rollout.loss_mask))
-    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level)
-    options = loss_options(config) | dict(loss_type="dapo", num_items_in_batch=1)
+    """Print answer i as a table, a line for each token, after one update."""
+    old_logps, logps, mask = seen.updates[0], seen.updates[1], seen.rollout.loss_mask
+    level = config.importance_sampling_level
+    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=level).expand(mask.shape)
+    push = pushes(seen, 1, loss_options(config) | dict(beta=0.0, use_bias_correction_kl=False))
     print(f"\nanswer {i + 1}, reward {seen.rewards[i].item():.4g}: {seen.rollout.completions[i]!r}")
-    print(f"{'token':>14} mask     logp      old   ratio clipped        A     loss")
-    for t, token in enumerate(seen.rollout.completion_ids[i].tolist()):
-        this = torch.arange(mask.size(1), device=mask.device) == t
-        loss, metrics = grpo.grpo_loss(
-            logps, seen.advantages[[i]] * this, mask, old_logps=old_logps,
-            ref_logps=torch.where(this, old_logps, logps), **options)
-        clipped = "yes" if metrics["clip_ratio/region_mean"] > 0 else "no"
-        print(f"{word(token, tokenizer)!r:>14} {mask[0, t]:4d} {logps[0, t]:8.4f} {old_logps[0, t]:8.4f} "
-              f"{ratio.expand(mask.shape)[0, t]:7.4f} {clipped:>7} {seen.advantages[i, t]:8.4f} {loss:8.4f}")
+    print(f"{'token':>14} mask     logp      old   ratio        A  1000·push")
+    for t, token in enumerate(seen.answers[i]):
+        A = seen.advantages[i, t]
+        clipped = "  clipped" if A != 0 and mask[i, t] != 0 and push[i, t] == 0 else ""
+        print(f"{word(token, tokenizer)!r:>14} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} "
+              f"{ratio[i, t]:7.4f} {A:8.4f} {1000 * push[i, t]:10.3f}{clipped}")
 
 
 def main(argv):
