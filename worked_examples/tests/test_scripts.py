@@ -27,10 +27,9 @@ NAME = lambda path: str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", r"^gradient norm: \d"), ("benchmark.py", "--rounds 1", r"^step / floor +\d"),
-    ("process_supervision.py", "--max_steps 2", r"^held-out accuracy: \S+ -> \S+$"),
-    ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1",
-     r"^true accuracy: \S+ -> \S+$")])
+    ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--rounds 1", "step / floor "),
+    ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
+    ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch):
     """To the line that says what it found, from a short cold start"""
     (problems, held_out), weights = grpo.tiny_problems(0), cold_started(0)
@@ -39,7 +38,7 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(EXAMPLES / "scripts" / script), run_name="__main__")
-    assert re.search(printed, out.getvalue(), re.M), out.getvalue()
+    assert re.search(rf"^{printed}.*\d", out.getvalue(), re.M), out.getvalue()
 
 
 def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
@@ -59,22 +58,19 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
 
 
 def test_runs_are_drawn_in_one_picture_and_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
-    """A panel for each metric that a run has, a line for each run; a folder or its metrics.jsonl"""
+    """A panel for each metric, a line for each run and its mean of ten steps; a folder or its metrics.jsonl"""
     script = runpy.run_path(str(EXAMPLES / "scripts/plot_run.py"))
     monkeypatch.chdir(tmp_path)
     names = ["reward", "entropy", "clip_ratio/region_mean", "completions/mean_length"]
-    for run, steps in ("a", 30), ("b", 3), ("c", 0):
+    for run, steps in ("a", 30), ("b", 3), ("empty", 0):
         (tmp_path / run).mkdir()
         lines = [json.dumps({"step": i + 1} | dict.fromkeys(names, float(i))) for i in range(steps)]
         (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
-    (tmp_path / "torn.jsonl").write_text('{"step": 1, "rew')
     panels = script["draw"]({run: script["load"](run) for run in ("a", "b/metrics.jsonl")}).axes
-    thin, thick, *_ = panels[0].lines
-    assert len(panels) == 4 and thin.get_ydata()[29] == 29 and thick.get_ydata()[29] == 24.5
-    assert [line.get_label() for line in panels[1].lines[1::2]] == ["a", "b/metrics.jsonl"]
+    assert len(panels) == 4 and [line.get_ydata()[29] for line in panels[0].lines[:2]] == [29, 24.5]
     script["main"](["a", "b", "--output", "both.png"])
     assert (tmp_path / "both.png").stat().st_size > 5000
-    for bad in ["absent"], ["c"], ["torn.jsonl"], ["a", "--output", "a.xyz"], ["a", "--output", "d/a.png"], []:
+    for bad in ["absent"], ["empty"], ["a", "--output", "a.xyz"], []:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             script["main"](bad)
