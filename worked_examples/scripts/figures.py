@@ -212,9 +212,9 @@ def collapse(ink, grey, blue, orange, **_):
              (right, "loss", orange, "loss"))
     for axis, name, colour, label in drawn:
         axis.plot(run["step"], run[name], color=colour, lw=1.6, label=label)
-    for axis in left, right:
+    for axis, place in (left, "center right"), (right, "upper left"):
         axis.set(xlabel="step", xlim=(0, run["step"][-1]))
-        axis.legend(frameon=False, fontsize=9, loc="center right")
+        axis.legend(frameon=False, fontsize=9, loc=place)
     left.set_title("Too fast: hardly an answer is right")
     right.set_title("Entropy shows it, the loss does not")
     return figure
