@@ -4,18 +4,20 @@
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
-The flags of grpo.py change the job: --per_device_train_batch_size 4. The floor is the model's bare passes over the same
-rows: the forwards of sampling (KV cache, ended rows dropped), and in each update a forward and a backward of the rows
-that learn. In each round all that is compared takes its turn; a line is the median over the rounds, and the range. On
-CPU the seconds are those of one thread, which a busy machine changes little.
+--rounds N (5) and the flags of grpo.py change the job: --per_device_train_batch_size 4. The floor is the model's bare
+passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), and in each update a forward and a
+backward of the rows that learn. A line is the median over the rounds, and the range. On CPU the seconds are those of
+one thread, which a busy machine changes little.
 """
 
+import argparse
 import copy
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +27,6 @@ import transformers
 import grpo
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LARGE = dict(max_completion_length=512, per_device_train_batch_size=16, bf16=DEVICE.type == "cuda")
 
 
 def now():
@@ -108,16 +109,14 @@ def compare_with_floor(model, tokenizer, problems, reward_funcs, config, rounds)
         copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_advantages)
     for round in range(rounds + 1):
         step = seconds(one_step)
-        rows = kept["advantages"].any(1).nonzero()[:, 0]
-        sampling = seconds(bare_sampling, model, kept["rollout"], config)
-        updates = seconds(bare_updates, model, kept["rollout"], rows, config)
-        if round > 0:                                                   # the first of everything warms up
-            tokens = kept["rollout"].completion_mask.sum().item()
-            line = {"a step (s)": step, "the floor (s)": sampling + updates, "  its sampling (s)": sampling,
-                    "  its updates (s)": updates, "step / floor": step / (sampling + updates),
-                    "rows that learn": len(rows), "sampled tokens for each second of a step": tokens / step}
-            for name, value in line.items():
-                table[name].append(value)
+        rollout, rows = kept["rollout"], kept["advantages"].any(1).nonzero()[:, 0]
+        sampling = seconds(bare_sampling, model, rollout, config)
+        updates = seconds(bare_updates, model, rollout, rows, config)
+        line = {"a step (s)": step, "the floor (s)": sampling + updates, "  its sampling (s)": sampling,
+                "  its updates (s)": updates, "step / floor": step / (sampling + updates), "rows that learn": len(rows),
+                "sampled tokens for each second of a step": rollout.completion_mask.sum().item() / step}
+        for name, value in line.items() if round > 0 else ():           # the first of everything warms up
+            table[name].append(value)
     show(table)
     if DEVICE.type == "cuda":
         print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
@@ -160,19 +159,18 @@ def show(table):
 
 
 def main(argv):
-    parser = transformers.HfArgumentParser(grpo.GRPOConfig, allow_abbrev=False)
-    parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--trl", action="store_true", help="TRL's trainer beside it")
-    options, _ = parser.parse_known_args(argv)
-    parser.set_defaults(**grpo.TINY if options.model == "tiny" else LARGE)
-    parser.set_defaults(max_steps=4 if options.trl else options.rounds + 1)
-    config, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    parser.add_argument("--trl", action="store_true")
+    own, argv = parser.parse_known_args(argv)
+    config, options, _ = grpo.parse_options(["--model", "tiny", *argv])
+    is_large = options.model == "0.5B"
+    config = replace(config, max_steps=4 if own.trl else own.rounds + 1, bf16=is_large and DEVICE.type == "cuda")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    job = tiny_job() if options.model == "tiny" else large_job()
-    print(f"{options.model} on {DEVICE}, {options.rounds} rounds")
-    (compare_with_trl if options.trl else compare_with_floor)(*job, config, options.rounds)
+    print(f"{options.model} on {DEVICE}, {own.rounds} rounds")
+    compare = compare_with_trl if own.trl else compare_with_floor
+    compare(*(large_job() if is_large else tiny_job()), config, own.rounds)
 
 
 if __name__ == "__main__":
