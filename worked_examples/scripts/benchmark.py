@@ -84,7 +84,8 @@ def bare_sampling(model, rollout, config):
 
 def bare_updates(model, rollout, rows, config):
     """In each of the μ passes a forward and a backward over these rows, in parts of the same size."""
-    for part in config.num_iterations * rows.split(config.per_device_train_batch_size):
+    parts = rows.split(config.per_device_train_batch_size) if len(rows) > 0 else ()
+    for part in config.num_iterations * parts:
         ids = torch.cat([rollout.prompt_ids[part], rollout.completion_ids[part]], 1)
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
         labels = ids.masked_fill(mask == 0, -100)[:, rollout.prompt_ids.size(1):]
@@ -160,15 +161,16 @@ def show(table):
 
 def main(argv):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trl", action="store_true")
     own, argv = parser.parse_known_args(argv)
-    config, options, _ = grpo.parse_options(["--model", "tiny", *argv])
-    is_large = options.model == "0.5B"
+    is_large = own.model == "0.5B"
+    config, *_ = grpo.parse_options([*("--model 0.5B --dataset none" if is_large else "--model tiny").split(), *argv])
     config = replace(config, max_steps=4 if own.trl else own.rounds + 1, bf16=is_large and DEVICE.type == "cuda")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    print(f"{options.model} on {DEVICE}, {own.rounds} rounds")
+    print(f"{own.model} on {DEVICE}, {own.rounds} rounds")
     compare = compare_with_trl if own.trl else compare_with_floor
     compare(*(large_job() if is_large else tiny_job()), config, own.rounds)
 
