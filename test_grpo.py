@@ -3,44 +3,93 @@
 A test's name is a sentence about a function, its docstring the law. Most functions have worked numbers (a
 page of worked_examples/ does them by hand), an oracle (the definition once more in pure Python, on lists that
 know no padding), laws (true for any numbers: Hypothesis looks for the smallest ones that break a law), and
-@beyond("..."): what the formula leaves open. Then come padding, shapes and errors, last the plumbing: `grpo`,
-which is the file under test, and `expect(got, want)`, which says what differs.
+@beyond("..."): what the formula leaves open. Then come padding, shapes and errors.
 
-    pytest test_grpo.py                                     grpo.py; -v prints the specification
+    pytest test_grpo.py                                            -v prints the specification
     GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      up to 200 draws of a law, from this seed
-    GRPO_MODULE=my_grpo.py pytest -x test_grpo.py           your file: the formulas, up to the first mistake
-    GRPO_MODULE=my_grpo.py pytest test_grpo.py -m beyond    beyond them; or -m "beyond(step='padding')"
-    GRPO_MODULE=my_grpo.py pytest test_grpo.py -m errors    your file: wrong shapes and words are errors
+    python worked_examples/check_your_own/check.py my_grpo.py      the same laws, of a file of your own
 """
 
 import copy
 import functools
-import importlib.util
-import inspect
+import itertools
 import math
 import os
 import re
-import sys
-import traceback
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import core, given, settings
+from hypothesis import Phase, core, given, settings
 from hypothesis import strategies as st
+
+import grpo
 
 f64 = functools.partial(torch.as_tensor, dtype=torch.float64)
 nan, inf = math.nan, math.inf
+TOLERANCE = MODEL_TOLERANCE = 1e-9                                      # the second where a model computes
 DRAWS = int(os.environ.get("GRPO_EXAMPLES", 20))                        # of each law; without a seed the same
 settings.register_profile("grpo", deadline=None, derandomize=core.global_force_seed is None, database=None,
-                          report_multiple_bugs=False, max_examples=DRAWS)
+                          report_multiple_bugs=False, print_blob=False, max_examples=DRAWS,
+                          phases=[Phase.explicit, Phase.generate, Phase.shrink])
 settings.load_profile("grpo")
-warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are its own
-beyond = lambda step: pytest.mark.beyond(step=step)                     # for grpo.py, or if -m asks for it
-default_and = lambda *rows: pytest.mark.parametrize("options", [{}, *rows], ids=str)         # a test for each
-any_scale = default_and(dict(scale_rewards="batch"), dict(scale_rewards="none"))
+torch.set_num_threads(1)
+warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's
+beyond = lambda step: pytest.mark.beyond(step=step)
+with_options = lambda *rows: pytest.mark.parametrize("options", rows, ids=str)               # a test for each
+
+
+# What a failure says ----------------------------------------------------------------------------------------
+
+asked = {}                                                              # the law, and the row of its table
+
+
+@pytest.fixture(autouse=True)
+def remember_what_is_asked(request):
+    row = getattr(request.node, "callspec", None)
+    inputs = [f"{name} = {text_of(value)}" for name, value in row.params.items() if name != "want"] if row else []
+    asked.update(law=request.function.__doc__, row=", ".join(inputs))
+
+
+class Difference(pytest.fail.Exception):
+    """A failure without a traceback: the law, the smallest input, what was expected, what came."""
+
+    def __str__(self):
+        inputs = getattr(self, "__notes__", [asked["row"]])             # the notes are Hypothesis'
+        return "\n".join([asked["law"], *inputs, self.msg])
+
+
+def text_of(x):
+    """Numbers of a tensor, a list or one, with eight digits."""
+    numbers = str(x.tolist() if isinstance(x, torch.Tensor) else x)
+    return re.sub(r"\d+\.\d+(e-\d+)?", lambda digits: f"{float(digits[0]):.8g}", numbers)
+
+
+def differs(want, got, hint=""):
+    raise Difference(f"expected  {text_of(want)}\ngot       {text_of(got)}{hint}", pytrace=False)
+
+
+def expect(got, want, tolerance=None):
+    """Compare two tensors; if got is a multiple of what was expected, say so."""
+    want, tolerance = f64(want).detach(), TOLERANCE if tolerance is None else tolerance
+    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+        differs(want, got)
+    got = got.detach().double()
+    is_close = functools.partial(torch.allclose, got, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if is_close(want):
+        return
+    factor = (got * want).sum() / want.square().sum()
+    of_several = want.count_nonzero() > 1 and factor.isfinite() and is_close(factor * want)
+    if of_several or is_close(-want):                                   # one number is a multiple of any other
+        differs(want, got, f"\ngot = {factor:.4g} × expected")
+    differs(want, got)
+
+
+def expect_between(low, got, high):
+    if not low <= got <= high:
+        differs(f"between {text_of(low)} and {text_of(high)}", got)
+
 
 # What Hypothesis draws --------------------------------------------------------------------------------------
 # Most lie on a grid: equal ones are common, sums exact, none is on an edge of the clip range, 0.8 or 1.2.
@@ -57,7 +106,13 @@ unequal = group.filter(lambda rewards: len(set(rewards)) > 1)
 batch = st.integers(2, 4).flatmap(                                      # 1 to 3 groups of the same size
     lambda G: st.lists(st.lists(reward, min_size=G, max_size=G), min_size=1, max_size=3))
 words = st.lists(logit, min_size=2, max_size=4)                         # the logits of a small vocabulary
-distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(lambda w: [x / sum(w) for x in w])
+
+
+def shares(weights):
+    return [w / sum(weights) for w in weights]
+
+
+distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(shares)          # of three words
 
 
 def answers(*numbers):
@@ -66,17 +121,17 @@ def answers(*numbers):
 
 
 def columns(rows, padding=3.0, width=None):
-    """Rows of tokens as tensors (B, T), one for each place in the tuple, and the mask."""
+    """These answers as tensors (B, T), one for each place in a token's tuple; then their mask."""
     T, width = max([1, *map(len, rows)]), width or len(next(token for row in rows for token in row))
-    cells = []
-    for row in rows:
-        real = [(*token, 1.0) for token in row]
-        cells.append(real + [(*[padding] * width, 0.0)] * (T - len(row)))
-    return f64(cells).view(len(rows), T, width + 1).unbind(2)
+    pad = lambda numbers, filler: [*numbers, *[filler] * (T - len(numbers))]
+    places = [[pad([token[k] for token in row], padding) for row in rows] for k in range(width)]
+    mask = [pad([1.0] * len(row), 0.0) for row in rows]
+    return f64([*places, mask]).view(width + 1, len(rows), T)
 
 
 def slope(function, x):
     """∂ Σ f(x) / ∂x; 0 where f takes x as a constant."""
+    __tracebackhide__ = True
     x = x.clone().requires_grad_()
     return torch.autograd.grad(function(x).sum() + 0 * x.sum(), x)[0]
 
@@ -112,37 +167,41 @@ def oracle_stats(rewards, correction=1):
 
 
 def oracle_advantages(groups, scale_rewards="group", correction=1, eps=1e-4):
+    std_of_all = oracle_stats([r for rewards in groups for r in rewards], correction)[1]
     want = []
-    for group in groups:
-        mean, std = oracle_stats(group, correction)
-        if scale_rewards == "batch":
-            std = oracle_stats(sum(groups, []), correction)[1]
-        want.append([r - mean if scale_rewards == "none" else (r - mean) / (std + eps) for r in group])
+    for rewards in groups:
+        mean, std = oracle_stats(rewards, correction)
+        scale = {"group": std + eps, "batch": std_of_all + eps, "none": 1.0}[scale_rewards]
+        want.append([(r - mean) / scale for r in rewards])
     return want
 
 
 def advantages(groups, **options):
-    """(P, G): the advantages of each group of rewards."""
-    return grpo.group_advantages(f64(groups).flatten(), len(groups[0]), **options).view(len(groups), -1)
+    """The advantages of groups of rewards, (P, G)."""
+    rewards = f64(groups)
+    return grpo.group_advantages(rewards.flatten(), rewards.size(1), **options).view(rewards.shape)
 
 
-@default_and(dict(correction=0))
+any_scale = with_options({}, dict(scale_rewards="batch"), dict(scale_rewards="none"))
+
+
+@with_options({}, dict(correction=0))
 @given(batch)
 def test_group_stats_match_the_oracle(options, groups):
     """mean = 1/G·Σ r, std = √(Σ (r - mean)² / (G - correction)), of each group its own"""
-    stats = torch.stack(grpo.group_stats(f64(groups).flatten(), len(groups[0]), **options), 1)
-    expect(stats, [oracle_stats(group, **options) for group in groups])
+    mean, std = grpo.group_stats(f64(groups).flatten(), len(groups[0]), **options)
+    expect(torch.stack([mean, std], 1), [oracle_stats(group, **options) for group in groups])
 
 
 @beyond("equal")
-@default_and(dict(correction=0))
+@with_options({}, dict(correction=0))
 @given(st.integers(2, 16), any_float32)
 def test_group_stats_of_a_silent_group_are_its_reward_and_exactly_0_in_float32(options, G, r):
     """r_1 = ... = r_G => mean = r_1, std = 0 to the last bit; torch's mean of eight times 0.1 is not 0.1"""
-    mixed = torch.arange(G) / 8                                         # and the group beside it is as ever
-    mean, std = grpo.group_stats(torch.cat([torch.full((G,), r), mixed]), G, **options)
+    silent, other = torch.full((G,), r), torch.arange(G) / 8
+    mean, std = grpo.group_stats(torch.cat([silent, other]), G, **options)
     expect(torch.stack([mean[0], std[0]]), [r, 0.0], 0)
-    expect(torch.stack([mean[1], std[1]]), oracle_stats(mixed.tolist(), **options), 1e-6)
+    expect(torch.stack([mean[1], std[1]]), oracle_stats(other.tolist(), **options), 1e-6)
 
 
 @pytest.mark.parametrize("rewards, options, want", [
@@ -159,8 +218,8 @@ def test_group_advantages_match_the_worked_numbers(rewards, options, want):
     expect(advantages([rewards], **options), [want], 5e-5)
 
 
-@default_and(dict(correction=0), dict(eps=0.5), dict(scale_rewards="none"), dict(scale_rewards="batch"),
-             dict(scale_rewards="batch", correction=0, eps=0.5))
+@with_options({}, dict(correction=0), dict(eps=0.5), dict(scale_rewards="none"), dict(scale_rewards="batch"),
+              dict(scale_rewards="batch", correction=0, eps=0.5))
 @given(batch)
 def test_group_advantages_match_the_oracle(options, groups):
     """A = (r - mean) / (std + eps), std of the group, or of the whole batch; "none": A = r - mean"""
@@ -178,29 +237,29 @@ def test_group_advantages_sum_to_zero_in_each_group(options, groups):
 @given(batch, reward)
 def test_group_advantages_do_not_see_a_shift_of_the_rewards(options, groups, c):
     """A(r + c) = A(r): a group says who was better, not how good anybody was"""
-    expect(advantages([[r + c for r in group] for group in groups], **options), advantages(groups, **options))
+    expect(advantages(f64(groups) + c, **options), advantages(groups, **options))
 
 
 @given(unequal, reward.filter(bool))
 def test_group_advantages_do_not_see_the_scale_of_the_rewards(rewards, c):
     """A(c·r) = sign(c)·A(r) at eps = 0: rewards in cents teach as much as in euros"""
-    sign = math.copysign(1, c)
-    expect(advantages([[c * r for r in rewards]], eps=0.0), sign * advantages([rewards], eps=0.0))
+    A = advantages([rewards], eps=0.0)
+    expect(advantages(c * f64([rewards]), eps=0.0), A if c > 0 else -A)
 
 
-@given(batch, st.randoms())
-def test_group_advantages_follow_a_permutation_of_the_answers(groups, random):
+@given(batch, st.data())
+def test_group_advantages_follow_a_permutation_of_the_answers(groups, data):
     """A(r in another order) = A(r) in that order: which answer was drawn first means nothing"""
-    order = random.sample(range(len(groups[0])), len(groups[0]))
-    expect(advantages([[group[i] for i in order] for group in groups]), advantages(groups)[:, order])
+    order = data.draw(st.permutations(range(len(groups[0]))), "order")
+    expect(advantages(f64(groups)[:, order]), advantages(groups)[:, order])
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
+@with_options({}, dict(scale_rewards="none"))
 @given(batch)
-def test_group_advantages_of_a_group_do_not_see_the_other_groups(scale_rewards, groups):
+def test_group_advantages_of_a_group_do_not_see_the_other_groups(options, groups):
     """A(group 1, group 2, ...) = A(group 1), A(group 2), ...; "batch": the std sees the others"""
-    alone = [advantages([group], scale_rewards=scale_rewards) for group in groups]
-    expect(advantages(groups, scale_rewards=scale_rewards), torch.cat(alone))
+    alone = [advantages([rewards], **options) for rewards in groups]
+    expect(advantages(groups, **options), torch.cat(alone))
 
 
 @given(unequal)
@@ -210,7 +269,7 @@ def test_group_advantages_have_squares_that_sum_to_n_minus_1(rewards):
 
 
 @beyond("equal")
-@default_and(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"))
+@with_options(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"), {})
 @given(st.integers(2, 16), any_float32)
 def test_group_advantages_of_equal_rewards_are_exactly_zero_in_float32(options, G, r):
     """r_1 = ... = r_G => A = 0 to the last bit, and no 0/0 at eps = 0"""
@@ -220,9 +279,9 @@ def test_group_advantages_of_equal_rewards_are_exactly_zero_in_float32(options, 
 @given(st.lists(st.tuples(st.integers(1, 4), advantage), min_size=1, max_size=4))
 def test_broadcast_advantages_give_every_token_that_of_its_answer(rows):
     """A_{i,t} = A_i on real tokens, 0 at the padding"""
-    mask = f64([[float(t < n) for t in range(5)] for n, _ in rows])
-    want = [[A if t < n else 0.0 for t in range(5)] for n, A in rows]
-    expect(grpo.broadcast_advantages(f64([A for _, A in rows]), mask), want)
+    mask = [[1.0] * n + [0.0] * (5 - n) for n, _ in rows]
+    want = [[A] * n + [0.0] * (5 - n) for n, A in rows]
+    expect(grpo.broadcast_advantages(f64([A for _, A in rows]), f64(mask)), want)
 
 
 # §3 Log-probabilities ---------------------------------------------------------------------------------------
@@ -357,7 +416,7 @@ def oracle_logps(model, rows, temperature=1.0):
 
 
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=beyond("positions"))])
-@default_and(dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
+@with_options({}, dict(temperature=0.7), dict(temperature=0.7, compute_entropy=True))
 @given(prompts_and_answers)
 def test_per_token_logps_are_those_of_each_row_alone(kind, options, rows):
     """log π(o_t) = log softmax(logits / T)[o_t], H without gradient: no other row, no left padding is seen"""
@@ -445,89 +504,97 @@ def oracle_ratios(pairs, importance_sampling_level="token"):
     ([18.0, -18.0], {}, [math.exp(18), math.exp(-18)])], ids=str)                   # however far, no bound
 def test_importance_ratio_matches_the_worked_numbers(log_ratios, options, want):
     """ρ = exp(log π - log π_old); of a sequence exp(mean of log ρ over its tokens)"""
-    logps, old = f64([log_ratios]) - 1, f64([log_ratios]) * 0 - 1
-    got = grpo.importance_ratio(logps, old, torch.ones_like(old), **options)
+    old = torch.full((1, len(log_ratios)), -1.0, dtype=torch.float64)
+    got = grpo.importance_ratio(old + f64(log_ratios), old, torch.ones_like(old), **options)
     expect(got / f64(want), [[1.0] * len(want)], 5e-5)
 
 
-@default_and(SEQUENCE)
 @given(answers(logp, logp))
-def test_importance_ratio_matches_the_oracle(options, rows):
-    """ρ = exp(log π - log π_old) (DeepSeekMath eq. 3); s = exp(1/|o|·Σ log ρ_t) (GSPO eq. 7), (B, 1)"""
+def test_importance_ratio_matches_the_oracle(rows):
+    """ρ = exp(log π - log π_old) at each token (DeepSeekMath eq. 3); ∂ρ/∂log π = ρ: at ρ = 1 it still teaches"""
     logps, old, mask = columns(rows)
-    got = grpo.importance_ratio(logps, old, mask, **options)
-    assert got.shape == (len(rows), 1 if options else mask.size(1))
-    expect(got.expand_as(mask)[mask == 1], sum([oracle_ratios(row, **options) for row in rows], []))
+    rho = lambda logps: grpo.importance_ratio(logps, old, mask)
+    want = [ratio for row in rows for ratio in oracle_ratios(row)]
+    expect(rho(logps)[mask == 1], want)
+    expect(slope(rho, logps)[mask == 1], want)
 
 
-@default_and(SEQUENCE)
+@given(answers(logp, logp))
+def test_importance_ratio_of_a_sequence_matches_the_oracle(rows):
+    """s = exp(1/|o|·Σ log ρ_t), one for each answer, (B, 1) (GSPO eq. 7); ∂s/∂log π_t = s/|o|"""
+    logps, old, mask = columns(rows)
+    s = lambda logps: grpo.importance_ratio(logps, old, mask, **SEQUENCE)
+    want = [oracle_ratios(row, "sequence") for row in rows]
+    expect(s(logps), [ratios[:1] for ratios in want])
+    expect(slope(s, logps)[mask == 1], [ratio / len(ratios) for ratios in want for ratio in ratios])
+
+
+@with_options({}, SEQUENCE)
 @given(answers(logp, logp, logp))
 def test_importance_ratio_is_1_on_policy_and_multiplies_over_two_steps(options, rows):
     """ρ(π/π) = 1, ρ(π/π_1)·ρ(π_1/π_0) = ρ(π/π_0), and so ρ(π/π_0)·ρ(π_0/π) = 1"""
     new, old, oldest, mask = columns(rows)
-    real = lambda *pair: grpo.importance_ratio(*pair, mask, **options).expand_as(mask)[mask == 1]
-    expect(real(new, new), torch.ones_like(real(new, new)))
-    expect(real(new, old) * real(old, oldest), real(new, oldest))
+    at_tokens = lambda *pair: grpo.importance_ratio(*pair, mask, **options).expand_as(mask)[mask == 1]
+    expect(at_tokens(new, new), [1.0] * sum(map(len, rows)))
+    expect(at_tokens(new, old) * at_tokens(old, oldest), at_tokens(new, oldest))
 
 
 @given(answers(logp, logp))
 def test_importance_ratio_of_a_sequence_does_not_see_its_length(rows):
     """s(o o) = s(o): log ratios that come twice give the ratio that they give once, and are clipped alike"""
-    once = grpo.importance_ratio(*columns(rows), **SEQUENCE)
-    expect(grpo.importance_ratio(*columns([row + row for row in rows]), **SEQUENCE), once)
+    once, twice = columns(rows), columns([row + row for row in rows])
+    expect(grpo.importance_ratio(*twice, **SEQUENCE), grpo.importance_ratio(*once, **SEQUENCE))
 
 
-@default_and(SEQUENCE)
-@given(answers(logp, logp))
-def test_importance_ratio_has_itself_as_its_slope(options, rows):
-    """∂ρ/∂log π = ρ; of a sequence s/|o|: the on-policy ratio is 1 and still teaches"""
-    logps, old, mask = columns(rows)
-    rho = lambda x: grpo.importance_ratio(x, old, mask, **options)
-    length = mask.sum(1, keepdim=True) if options else 1
-    expect(slope(rho, logps)[mask == 1], (rho(logps) / length).expand_as(mask)[mask == 1])
+@given(distribution, distribution, st.tuples(number, number, number))
+def test_importance_ratio_turns_means_under_the_old_policy_into_means_under_the_new(new, old, f):
+    """Σ_v π_old(v)·ρ(v)·f(v) = Σ_v π(v)·f(v), whatever f is: importance sampling"""
+    new, old, f = f64([new]), f64([old]), f64([f])
+    rho = grpo.importance_ratio(new.log(), old.log(), torch.ones(1, 3))
+    expect((old * rho * f).sum(), (new * f).sum())
 
 
-@pytest.mark.parametrize("epsilons", [(), (0.1, 0.55)], ids=str)                    # DAPO's clip-higher
+@pytest.mark.parametrize("low, high, epsilons", [(0.2, 0.2, ()), (0.1, 0.55, (0.1, 0.55))], ids=str)    # DAPO
 @given(ratio)
-def test_clip_ratio_matches_the_oracle_and_twice_is_once(epsilons, rho):
+def test_clip_ratio_matches_the_oracle_and_twice_is_once(low, high, epsilons, rho):
     """clip(ρ) = ρ, slope 1, in 1 - ε_low ... 1 + ε_high, else the nearer end, slope 0; clip(clip) = clip"""
-    low, high = epsilons or (0.2, 0.2)
+    clip, rho = lambda x: grpo.clip_ratio(x, *epsilons), f64(rho)
     want = [1 - low, 0.0] if rho < 1 - low else [1 + high, 0.0] if rho > 1 + high else [rho, 1.0]
-    clip = lambda x: grpo.clip_ratio(x, *epsilons)
-    expect(torch.stack([clip(f64(rho)), slope(clip, f64(rho))]), want)
-    expect(clip(clip(f64(rho))), want[0])
+    expect(torch.stack([clip(rho), slope(clip, rho)]), want)
+    expect(clip(clip(rho)), want[0])
 
 
 def oracle_surrogate(rho, A, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
-    return -min(min(rho, delta) * A, min(max(rho, 1 - epsilon_low), 1 + epsilon_high) * A)
+    clipped = min(max(rho, 1 - epsilon_low), 1 + epsilon_high)
+    return -min(min(rho, delta) * A, clipped * A)
 
 
 def surrogate(rho, A, **options):
     """[l, ∂l/∂ρ] of one token."""
-    loss = lambda x: grpo.clipped_surrogate_loss(x, f64([[A]]), **options)
-    return torch.cat([loss(f64([[rho]])), slope(loss, f64([[rho]]))], 1)[0]
+    rho, loss = f64([[rho]]), lambda rho: grpo.clipped_surrogate_loss(rho, f64([[A]]), **options)
+    return torch.cat([loss(rho), slope(loss, rho)], 1)[0]
 
 
-@pytest.mark.parametrize("rho, A, options, want, want_slope", [                                 # page 3
-    (0.5, 1.0, {}, -0.5, -1.0), (1.1, 1.0, {}, -1.1, -1.0), (1.5, 1.0, {}, -1.2, 0.0),  # 1.5: far enough up
-    (0.5, -1.0, {}, 0.8, 0.0), (1.1, -1.0, {}, 1.1, 1.0), (1.5, -1.0, {}, 1.5, 1.0),    # 0.5: far enough down
-    (0.5, 1.0, dict(epsilon_low=0.9), -0.5, -1.0), (1.25, 1.0, dict(epsilon_high=0.28), -1.25, -1.0),
-    (50.0, -1.0, {}, 50.0, 1.0), (50.0, -1.0, dict(delta=4.0), 4.0, 0.0),
-    (50.0, 1.0, dict(delta=4.0), -1.2, 0.0), (3.0, -1.0, dict(delta=4.0), 3.0, 1.0),
-    (1.2214, 1.24, {}, -1.488, 0.0), (1.2214, -1.24, {}, 1.5145, 1.24),
-    (1.1052, 1.225, {}, -1.3539, -1.225), (1.0513, -1.225, {}, 1.2878, 1.225)], ids=str)        # page 1
-def test_clipped_surrogate_loss_matches_the_worked_numbers(rho, A, options, want, want_slope):
+@pytest.mark.parametrize("rho, A, options, want", [                                             # page 3
+    (0.5, 1.0, {}, [-0.5, -1.0]), (1.1, 1.0, {}, [-1.1, -1.0]), (1.5, 1.0, {}, [-1.2, 0.0]),    # far enough up
+    (0.5, -1.0, {}, [0.8, 0.0]), (1.1, -1.0, {}, [1.1, 1.0]), (1.5, -1.0, {}, [1.5, 1.0]),      # 0.5: down
+    (0.5, 1.0, dict(epsilon_low=0.9), [-0.5, -1.0]), (1.25, 1.0, dict(epsilon_high=0.28), [-1.25, -1.0]),
+    (50.0, -1.0, {}, [50.0, 1.0]), (50.0, -1.0, dict(delta=4.0), [4.0, 0.0]),
+    (50.0, 1.0, dict(delta=4.0), [-1.2, 0.0]), (3.0, -1.0, dict(delta=4.0), [3.0, 1.0]),
+    (1.2214, 1.24, {}, [-1.488, 0.0]), (1.2214, -1.24, {}, [1.5145, 1.24]),
+    (1.1052, 1.225, {}, [-1.3539, -1.225]), (1.0513, -1.225, {}, [1.2878, 1.225])], ids=str)    # page 1
+def test_clipped_surrogate_loss_matches_the_worked_numbers(rho, A, options, want):
     """l = -min(min(ρ, δ)·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and its slope ∂l/∂ρ"""
-    expect(surrogate(rho, A, **options), [want, want_slope], 5e-5)
+    expect(surrogate(rho, A, **options), want, 5e-5)
 
 
-@default_and(dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45))
+@with_options({}, dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45))
 @given(st.lists(st.tuples(ratio, ratio, advantage), min_size=1, max_size=3))
 def test_clipped_surrogate_loss_matches_the_oracle(options, rows):
     """l = -min(ρ·A, clip(ρ, 1 - ε_low, 1 + ε_high)·A) (DeepSeekMath eq. 3); δ: min(ρ, δ)·A comes first"""
-    want = [[oracle_surrogate(rho, A, **options) for rho in rhos] for *rhos, A in rows]
-    ratios, A = f64([row[:2] for row in rows]), f64([row[2:] for row in rows])
-    expect(grpo.clipped_surrogate_loss(ratios, A, **options), want)
+    first, second, A = f64(rows).T.unsqueeze(2)                         # two tokens of each answer, its advantage
+    want = [[oracle_surrogate(x, A, **options), oracle_surrogate(y, A, **options)] for x, y, A in rows]
+    expect(grpo.clipped_surrogate_loss(torch.cat([first, second], 1), A, **options), want)
 
 
 @given(ratio, advantage)
@@ -540,19 +607,23 @@ def test_clipped_surrogate_loss_has_no_slope_only_where_the_token_has_moved_enou
 @given(ratio, advantage)
 def test_clipped_surrogate_loss_never_promises_more_than_the_plain_one(rho, A):
     """Without δ l >= -ρ·A, the loss without a clip: never better than that, and equal inside the range"""
-    loss, plain = surrogate(rho, A)[0], f64(-rho * A)
-    expect(loss.maximum(plain), loss)
+    loss, plain = surrogate(rho, A)[0], -rho * A
+    assert loss >= plain - TOLERANCE
     if 0.8 < rho < 1.2:
         expect(loss, plain)
+
+
+def policy_loss(name, logps, rho, A):
+    """One of the three; "cispo" alone takes log π, too."""
+    return getattr(grpo, name)(*[logps] * (name == "cispo_loss"), rho, A)
 
 
 @pytest.mark.parametrize("name", ["clipped_surrogate_loss", "cispo_loss", "sapo_loss"])
 @given(logp, ratio, advantage, grid(0, 4, 0.5))
 def test_a_weight_of_a_token_goes_into_its_advantage(name, p, rho, A, w):
     """w·l(ρ, A) = l(ρ, w·A) for w >= 0: an entropy mask, a sampler's correction multiply the advantages"""
-    inputs = [f64([[p]]), f64([[rho]])] if name == "cispo_loss" else [f64([[rho]])]
-    loss = functools.partial(getattr(grpo, name), *inputs)
-    expect(loss(w * f64([[A]])), w * loss(f64([[A]])))
+    loss = lambda A: policy_loss(name, f64([[p]]), f64([[rho]]), f64([[A]]))
+    expect(loss(w * A), w * loss(A))
 
 
 # §5 KL ------------------------------------------------------------------------------------------------------
@@ -566,7 +637,7 @@ def kl(p, q, **options):
     return grpo.kl_estimate(f64(p), f64(q), **options)
 
 
-every_estimator = default_and(*(dict(estimator=name) for name in ("k1", "k2", "k3")))
+every_estimator = with_options({}, *(dict(estimator=name) for name in ("k1", "k2", "k3")))
 
 
 @pytest.mark.parametrize("options, want", [                                                 # page 9
@@ -600,7 +671,7 @@ def test_kl_estimate_k3_is_never_negative_in_float32(n, scale, p):
     expect(k3.clamp(max=0), 0.0, 0)
 
 
-@default_and(dict(estimator="k1"))
+@with_options({}, dict(estimator="k1"))
 @given(distribution, distribution)
 def test_kl_estimate_k1_and_k3_have_the_kl_as_their_mean(options, p, q):
     """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref): over samples both are right on average"""
@@ -672,7 +743,7 @@ def test_aggregate_matches_the_worked_numbers(loss_type, want, of_short, of_long
 
 
 @every_loss_type
-@default_and(dict(num_rows_in_batch=20, num_items_in_batch=40),
+@with_options({}, dict(num_rows_in_batch=20, num_items_in_batch=40),
              dict(num_rows_in_batch=1, num_items_in_batch=1))
 @given(losses)
 def test_aggregate_matches_the_oracle(options, loss_type, rows):
@@ -729,18 +800,17 @@ def test_aggregate_of_one_loss_for_each_answer_is_that_of_its_tokens(loss_type, 
 
 # §8 Two other policy terms, before the loss that is made of them --------------------------------------------
 
-@pytest.mark.parametrize("rho, clip, cispo, sapo", [                                            # page 13
-    (0.5, 0.5, 0.5, 0.4700), (1.0, 1.0, 1.0, 1.0), (1.5, 0.0, 1.5, 1.4100), (6.0, 0.0, 5.0, 0.1596)])
-def test_cispo_loss_and_sapo_loss_weight_a_token_as_worked(rho, clip, cispo, sapo):
-    """The weight of ∇log π at A = 1: ρ or 0; CISPO min(ρ, 5); SAPO 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1))"""
-    one, logps = f64([[1.0]]), f64([[math.log(rho)]])
-    clipped = slope(lambda x: -grpo.clipped_surrogate_loss(x.exp(), one), logps)
-    capped = slope(lambda x: -grpo.cispo_loss(x, x.exp(), one), logps)
-    gated = slope(lambda x: -grpo.sapo_loss(x.exp(), one), logps)
-    expect(torch.cat([clipped, capped, gated], 1), [[clip, cispo, sapo]], 5e-5)
+@pytest.mark.parametrize("name, want", [                                                        # page 13
+    ("clipped_surrogate_loss", [0.5, 1.0, 0.0, 0.0]), ("cispo_loss", [0.5, 1.0, 1.5, 5.0]),
+    ("sapo_loss", [0.47, 1.0, 1.41, 0.1596])])
+def test_a_policy_loss_weights_a_token_as_worked(name, want):
+    """-∂l/∂log π at A = 1, ρ = 0.5, 1, 1.5, 6: ρ or 0; CISPO min(ρ, 5); SAPO 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1))"""
+    logps = f64([[0.5, 1.0, 1.5, 6.0]]).log()
+    loss = lambda logps: policy_loss(name, logps, logps.exp(), f64([[1.0]]))
+    expect(-slope(loss, logps), [want], 5e-5)
 
 
-@default_and(dict(epsilon_high=1.3))
+@with_options({}, dict(epsilon_high=1.3))
 @given(logp, ratio, advantage)
 def test_cispo_loss_matches_the_oracle_and_takes_the_ratio_as_a_constant(options, p, rho, A):
     """l = -sg[min(ρ, ε_high)]·A·log π (MiniMax-M1 eq. 4, 5): ∂l/∂ρ = 0, ∂l/∂log π = -min(ρ, ε_high)·A"""
@@ -757,7 +827,7 @@ def oracle_sapo(rho, A, temperature_pos=1.0, temperature_neg=1.05):
     return -4 / tau * A / (1 + math.exp(-tau * (rho - 1)))
 
 
-@default_and(dict(temperature_pos=0.5, temperature_neg=2.0))
+@with_options({}, dict(temperature_pos=0.5, temperature_neg=2.0))
 @given(st.lists(st.tuples(ratio, advantage), min_size=1, max_size=3))
 def test_sapo_loss_matches_the_oracle(options, tokens):
     """l = -σ(τ(ρ - 1))·4/τ·A, τ by the sign of each token's A (SAPO eq. 5-6); ∂l/∂ρ = -A at ρ = 1, for any τ"""
@@ -777,13 +847,19 @@ def test_sapo_loss_fades_and_is_never_cut_off(rho, A):
 # §7 The loss, made of all of them ---------------------------------------------------------------------------
 
 token = st.tuples(logp, logp, logp)                                     # log π, log π_old, log π_ref
+
+
+def with_advantages(rows):
+    return [[(*token, A) for token in answer] for A, answer in rows]
+
+
 rated = st.lists(st.tuples(advantage, st.lists(token, min_size=1, max_size=4)), min_size=1, max_size=3).map(
-    lambda rows: [[(*token, A) for token in row] for A, row in rows])   # and the answer's A
+    with_advantages)                                                    # each token has its answer's A
 far = answers(*[grid(-19, 0, 0.125)] * 3, advantage)                    # here each token has an A of its own
 CISPO, SAPO = dict(policy_loss="cispo", epsilon_high=2.0), dict(policy_loss="sapo")
 BIAS = dict(beta=0.1, use_bias_correction_kl=True)
-one_option = default_and(
-    *map(of_type, ["grpo", "bnpo", "dr_grpo"]), dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45),
+one_option = with_options(
+    {}, *map(of_type, ["grpo", "bnpo", "dr_grpo"]), dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45),
     dict(beta=0.1), dict(beta=0.1, loss_type="grpo"), BIAS, SEQUENCE, SEQUENCE | BIAS, CISPO, SAPO,
     SEQUENCE | dict(loss_type="grpo"), SEQUENCE | CISPO, SAPO | dict(loss_type="grpo"), SEQUENCE | SAPO)
 any_options = st.fixed_dictionaries(dict(
@@ -914,7 +990,7 @@ def test_grpo_loss_without_epsilon_high_takes_epsilon_low_or_5_with_cispo(option
     expect(slopes_of(rows, **options), slopes_of(rows, epsilon_high=epsilon_high, **options))
 
 
-@default_and(*map(of_type, ["grpo", "bnpo", "dr_grpo"]), CISPO, SAPO, SEQUENCE)
+@with_options({}, *map(of_type, ["grpo", "bnpo", "dr_grpo"]), CISPO, SAPO, SEQUENCE)
 @given(answers(logp), st.data())
 def test_grpo_loss_on_policy_has_the_gradient_of_reinforce(options, rows, data):
     """ρ = 1: ∂loss/∂log π_t = -A·w_t, of gspo, cispo, sapo, too; the value of "clip" is Σ -A·w"""
@@ -925,6 +1001,24 @@ def test_grpo_loss_on_policy_has_the_gradient_of_reinforce(options, rows, data):
     expect(torch.stack(slopes), want)
     if "policy_loss" not in options:
         expect(value, sum(want))
+
+
+@given(st.lists(st.tuples(logit, reward), min_size=2, max_size=3), st.integers(2, 3))
+def test_grpo_loss_has_the_gradient_of_the_mean_reward_over_all_groups(words, G):
+    """Σ π(group)·∇loss = -(G - 1)/G·∇E r over all V^G groups of one-token answers, on-policy, A = r - mean"""
+    logits, rewards = f64(words).T
+
+    def mean_loss(logits):
+        logps, total = logits.log_softmax(0), 0.0
+        for group in itertools.product(range(len(words)), repeat=G):    # which word each of the G answers is
+            of_group = logps[list(group)]
+            A = grpo.group_advantages(rewards[list(group)], G, scale_rewards="none")
+            loss, _ = grpo.grpo_loss(of_group[:, None], A, torch.ones(G, 1), loss_type="grpo")
+            total += of_group.detach().sum().exp() * loss               # the samples do not know of θ
+        return total
+
+    slope_of_mean_reward = slope(lambda logits: logits.softmax(0) @ rewards, logits)
+    expect(slope(mean_loss, logits), -(G - 1) / G * slope_of_mean_reward)
 
 
 @one_option
@@ -948,7 +1042,7 @@ def test_grpo_loss_is_0_on_policy_and_teaches_only_where_rewards_differ(rewards,
 
 
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps"])
-@default_and(CISPO, SAPO, SEQUENCE | BIAS)
+@with_options({}, CISPO, SAPO, SEQUENCE | BIAS)
 @given(rated)
 def test_grpo_loss_takes_the_other_log_probs_as_constants(options, name, rows):
     """∂loss/∂log π_old = ∂loss/∂log π_ref = 0, whatever comes in: only the policy learns"""
@@ -967,7 +1061,7 @@ def test_grpo_loss_metrics_match_the_oracle(options, rows):
     expect(f64(list(metrics.values())), [want[name] for name in metrics])
 
 
-kinds_of_loss = default_and(SEQUENCE, CISPO, SAPO)
+kinds_of_loss = with_options({}, SEQUENCE, CISPO, SAPO)
 batch_in_parts = given(st.lists(rated, min_size=1, max_size=3))
 
 
@@ -1005,7 +1099,7 @@ def test_grpo_loss_metrics_of_microbatches_add_up_to_those_of_the_whole(options,
 
 @beyond("empty")
 @every_loss_type
-@default_and(SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS, dict(beta=0.0))
+@with_options({}, SEQUENCE, CISPO, SAPO, SEQUENCE | BIAS, dict(beta=0.0))
 @given(st.lists(st.lists(st.tuples(logp, logp, logp, advantage), max_size=3), max_size=3))
 def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
     """It is one of grpo's and dr_grpo's rows, without gradient, in no metric; no token at all: 0"""
@@ -1056,7 +1150,7 @@ def test_process_advantages_match_the_worked_numbers(solutions, want):
     expect(process(solutions, correction=0, eps=0.0), want)
 
 
-@default_and(dict(correction=0), dict(eps=0.5))
+@with_options({}, dict(correction=0), dict(eps=0.5))
 @given(solutions)
 def test_process_advantages_match_the_oracle(options, solutions):
     """A_t = Σ z of the steps that end at or after t, z = (r - mean) / (std + eps) over the group's steps"""
@@ -1157,7 +1251,7 @@ MASKED = [  # a value that must not depend on the padding, from two columns and 
     ("grpo_loss of a sequence", masked_loss(**SEQUENCE, loss_type="grpo")),
     ("grpo_loss sapo", masked_loss(**SAPO, loss_type="grpo")),
     pytest.param("grpo_loss with A of tokens", masked_loss(by_token=True), marks=beyond("shapes")),
-    pytest.param("metrics of grpo_loss", lambda x, y, m: f64(list(grpo.grpo_loss(
+    pytest.param("grpo_loss metrics", lambda x, y, m: f64(list(grpo.grpo_loss(
         x, y[:, 0], m, old_logps=y, ref_logps=y)[1].values())), marks=beyond("metrics"))]
 of_masked = pytest.mark.parametrize("name, function", MASKED)
 any_junk = pytest.mark.parametrize("junk", [                            # at the padding
@@ -1267,91 +1361,3 @@ def test_a_wrong_shape_or_word_is_an_error_that_names_the_argument(name, argumen
     message = rf"^([\w ,]+, )?{argument}(, [\w ,]+)?: (got|allowed)"
     with pytest.raises((AssertionError, ValueError), match=message):
         getattr(grpo, name)(*arguments, **options)
-
-
-# Plumbing: the file under test, and what a failure says -----------------------------------------------------
-
-torch.set_num_threads(1)
-HERE, STUDENTS = Path(__file__).resolve().parent, os.environ.get("GRPO_MODULE")
-
-
-class FileUnderTest:
-    """The functions of a file; one that is not written yet, or not with this argument, skips the test."""
-
-    def __init__(self, path):
-        path, self.failed = Path(path).with_suffix(".py").resolve(), set()
-        self.module = sys.modules.get(path.stem)
-        if getattr(self.module, "__file__", None) != str(path):
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            self.module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(self.module)
-
-    def __getattr__(self, name):
-        if not STUDENTS or name.startswith(("_", "pytest")):            # pytest asks any object for these
-            return getattr(self.module, name)
-        if not hasattr(self.module, name):
-            pytest.skip(f"{self.module.__name__} has no {name}")
-        value = getattr(self.module, name)
-        return functools.partial(self.ask, name, value) if callable(value) else value
-
-    def ask(self, name, function, *args, **options):
-        takes = inspect.signature(function).parameters.values()
-        lacks = set(options) - {parameter.name for parameter in takes}
-        if lacks and not any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes):
-            pytest.skip(f"{name} has no argument {', '.join(sorted(lacks))}")
-        if broken := self.failed & self.called_by(function) - {name}:
-            pytest.skip(f"{name} calls {', '.join(sorted(broken))}, where a law fails: mend that first")
-        try:
-            return function(*args, **options)
-        except NotImplementedError as error:
-            if error.args:                                              # torch's own, for a wrong dtype
-                raise
-            pytest.skip(f"{traceback.extract_tb(error.__traceback__)[-1].name} is not written yet")
-        except Exception as error:
-            error.add_note("\n    ".join([*the_law()[1:], f"got       {type(error).__name__} from {name}"]))
-            raise
-
-    def called_by(self, function, known=frozenset()):
-        names = function.__code__.co_names if inspect.isfunction(function) else ()
-        new = {name for name in names if inspect.isfunction(getattr(self.module, name, None))} - known
-        return known.union(new, *[self.called_by(getattr(self.module, name), known | new) for name in new])
-
-
-grpo = FileUnderTest(STUDENTS or HERE / "grpo.py")
-TOLERANCE = getattr(grpo.module, "TOLERANCE", 1e-6) if STUDENTS else 1e-9
-MODEL_TOLERANCE = max(TOLERANCE, 1e-5) if STUDENTS else 1e-9    # without position ids, angles round
-
-
-@pytest.fixture(autouse=True)
-def formula_first(request):
-    """Of another file than grpo.py, what goes beyond the formula is asked by -m alone."""
-    for name in ("beyond", "errors"):
-        mark = request.node.get_closest_marker(name) if STUDENTS else None
-        if mark and name not in request.config.option.markexpr:
-            pytest.skip(f"not the formula: -m {name} asks for it")
-
-
-def the_law():
-    """The name of the test that runs, its docstring (the first constant of its code), its arguments."""
-    frame = sys._getframe(1)
-    while not frame.f_code.co_name.startswith("test_"):
-        frame = frame.f_back
-    arguments = {name: frame.f_locals[name] for name in inspect.getargs(frame.f_code).args}
-    inputs = [f"input     {name} = {value}" for name, value in arguments.items() if not callable(value)]
-    return [frame.f_code.co_name, str(frame.f_code.co_consts[0]), *inputs]
-
-
-def expect(got, want, tolerance=None):
-    """Compare two tensors. A failure shows the law, the test's arguments, what was expected, what came."""
-    __tracebackhide__ = True
-    want, tolerance = f64(want).detach(), TOLERANCE if tolerance is None else tolerance
-    if isinstance(got, torch.Tensor) and got.shape == want.shape:
-        if torch.allclose(got.detach().double(), want, tolerance, tolerance, equal_nan=True):
-            return
-    got = got.tolist() if isinstance(got, torch.Tensor) else got
-    shown = lambda x: re.sub(r"\d+\.\d+(e-\d+)?", lambda digits: f"{float(digits[0]):.8g}", str(x))
-    test, law, *inputs = the_law()
-    if STUDENTS:
-        grpo.failed |= {name for name in vars(grpo.module) if test.startswith(f"test_{name}_")}
-    ends = [f"expected  {shown(want.tolist())}", f"got       {shown(got)}"]
-    raise AssertionError("\n    ".join([law, *inputs, *ends]))

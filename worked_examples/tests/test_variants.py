@@ -1,4 +1,4 @@
-"""The specification of variants.py, in the words and by the plumbing of test_grpo.py."""
+"""The specification of variants.py, in the words of test_grpo.py."""
 
 import math
 import sys
@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import (HERE, STUDENTS, FileUnderTest, advantage, advantages, answers, any_float32, any_junk, beyond,
-                       columns, default_and, expect, f64, formula_first, grid, group, grpo, logp, number, reward, slope)
+import grpo
+from test_grpo import (advantage, advantages, answers, any_float32, any_junk, beyond, columns, expect, f64, grid, group,
+                       logp, number, remember_what_is_asked, reward, slope, with_options)
+from worked_examples.scripts import variants
 
-variants = grpo if STUDENTS else FileUnderTest(HERE / "worked_examples/scripts/variants.py")
 leave_one_out = lambda rewards: variants.leave_one_out_advantages(f64(rewards), len(rewards))
 
 
@@ -50,7 +51,7 @@ def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewa
     expect(leave_one_out(rewards) * (n - 1) / n, advantages([rewards], scale_rewards="none")[0])
 
 
-@default_and(dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0))
+@with_options({}, dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0))
 @given(answers(reward, reward))
 def test_gae_advantages_match_the_oracle(options, rows):
     """A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γ·V_{t+1} - V_t, nothing after the end; return_t = A_t + V_t"""
@@ -99,7 +100,7 @@ def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quanti
     expect(kept(rows, quantile), [float(h >= threshold) for row in rows for h, in row])
 
 
-@default_and(dict(cap=1.2))
+@with_options({}, dict(cap=1.2))
 @given(logp, logp)
 def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options, old, sampled):
     """w = min(exp(log π_old - log π_sampler), cap) (page 8); no gradient flows into it"""
@@ -109,9 +110,9 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
     expect(slope(lambda x: w(f64(old), x), f64(sampled)), 0.0)
 
 
-@default_and(dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
+@with_options({}, dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
 @given(answers(logp, logp, logp, advantage, grid(0, 2, 0.25)), grid(0, 1, 0.25))
-def test_weights_of_tokens_in_the_advantages_are_those_of_the_loss(options, rows, quantile):
+def test_top_entropy_mask_in_the_advantages_is_that_of_the_loss(options, rows, quantile):
     """aggregate(l·m·w) + β·KL, as TRL has it, is grpo_loss with A·m·w: entropy mask m, sampler's correction w"""
     logps, old, sampled, A, H, mask = columns(rows)
     weight = variants.top_entropy_mask(H, mask, quantile) * variants.truncated_importance_ratio(old, sampled)
