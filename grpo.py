@@ -72,9 +72,11 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     assert not unscored, (
         f"rewards_per_func: got no reward in rows {unscored}; allowed is one or more in each")
     rewards_per_func = rewards_per_func * 1.0                  # (B, F); integers become floats
-    weights = torch.ones(F) if reward_weights is None else torch.as_tensor(reward_weights)
+    weights = torch.as_tensor(
+        [1.0] * F if reward_weights is None else reward_weights,
+        dtype=rewards_per_func.dtype, device=rewards_per_func.device)
     assert weights.shape == (F,), f"reward_weights: got {tuple(weights.shape)}; allowed is ({F},)"
-    return (rewards_per_func * weights.to(rewards_per_func)).nansum(1)          # (B,)
+    return (rewards_per_func * weights).nansum(1)                               # (B,)
 
 
 # §2 Group statistics and advantages ---------------------------------------------------------------
