@@ -1,10 +1,10 @@
 """The homework: write the maths of GRPO yourself, one function after another, and see each at work.
 
-    python worked_examples/course/homework.py --new my_grpo.py             what there is to write, and in which order
+    python worked_examples/course/homework.py --new my_grpo.py             what there is to write
     python worked_examples/course/homework.py my_grpo.py                   your functions learn a table of logits
     python worked_examples/course/homework.py my_grpo.py --model tiny      grpo.py's run and flags, half a minute
     python worked_examples/course/homework.py --grade my_grpo.py           points, and why each lost one is lost
-    python worked_examples/course/homework.py --grade my_grpo.py -k kl     the same for the functions with kl in their name
+    python worked_examples/course/homework.py --grade my_grpo.py -k kl     the same for the functions called so
 
 A run takes grpo.py's function where yours is not written. The rungs are at the top of the new file; write what you
 expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, ask the tests of one function;
@@ -89,7 +89,7 @@ def put(path):
             setattr(grpo, name, getattr(mine, name))
         else:
             setattr(mine, name, getattr(grpo, name))
-    print(f"{len(yours)} of {len(names)} functions are yours; grpo.py's are: {', '.join(set(names) - set(yours))}")
+    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
 
 
 def table(seed, rounds=40):
