@@ -499,9 +499,9 @@ def test_per_token_logps_are_0_at_padding_that_is_no_word(junk, rows):
     ("completion_mask", [1, 1, 1], [0, 0, 1])])
 def test_per_token_logps_want_no_padding_between_the_tokens(argument, prompt_mask, completion_mask):
     """The masks are the model's attention: a prompt that ends in padding, a hole in an answer: an error"""
-    ids, mask = torch.tensor([[4, 5, 6]]), torch.tensor([[0, 1, 1]])
-    with pytest.raises((AssertionError, ValueError), match=f"^{argument}: got"):
-        grpo.per_token_logps(make_model("Llama"), ids, f64([prompt_mask]), ids, f64([completion_mask]))
+    ids, whole = torch.tensor([[4, 5, 6]] * 2), [1, 1, 1]               # the first row is as it should be
+    with pytest.raises((AssertionError, ValueError), match=f"^{argument}: got .+; allowed .+"):
+        grpo.per_token_logps(make_model("Llama"), ids, f64([whole, prompt_mask]), ids, f64([whole, completion_mask]))
 
 
 @beyond("dtypes")

@@ -1,14 +1,14 @@
-"""Does a file of yours compute what grpo.py does? The laws of test_grpo.py and tests/test_variants.py, asked of it.
+"""Does a file of yours compute what grpo.py does? The laws of test_grpo.py and test_variants.py, asked of its functions.
 
     python worked_examples/check_your_own/check.py my_grpo.py                  the formulas
     python worked_examples/check_your_own/check.py my_grpo.py -x -k kl         up to the first mistake in the KL
     python worked_examples/check_your_own/check.py my_grpo.py -m beyond        what the formulas leave open
     python worked_examples/check_your_own/check.py my_grpo.py -m errors        are wrong shapes and words errors?
 
-What follows the file goes to pytest. Last comes a line for each function: the same, differs (a law and the smallest input
-that breaks it), waits for NAME (which it calls, and which breaks a law), not there. A function or an option that the file
-does not have is not asked for; to say so by hand, raise NotImplementedError without a text. TOLERANCE in the file says
-how exact it is (1e-6). The file runs in this process, as with `python FILE.py`: read it first if it is not yours.
+What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, and the smallest input
+that breaks it), waits for NAME (a function that it calls, and that differs or is not there), not there. A law is skipped
+where it needs a function or an argument that the file lacks, or that raises NotImplementedError without a text. The
+file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours, read it first.
 """
 
 import functools
@@ -31,7 +31,8 @@ LAWS = [ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"]
 TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
 NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
          if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
-OPTIONS = "-q -rN --tb=short --no-header --noconftest -p no:cacheprovider -m".split() + ["not beyond and not errors"]
+OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
+FORMULAS = "not beyond and not errors"
 
 
 class Verdict(NamedTuple):
@@ -39,7 +40,7 @@ class Verdict(NamedTuple):
     test: str
     function: str           # that its law is about
     mark: str               # "formula", "beyond" or "errors"
-    outcome: str            # "same", "differs", or why it was not asked: "not there", "waits for NAME", "no argument 'delta'"
+    outcome: str            # "same", "differs", or why it was skipped: "not there", "waits for NAME", "no argument ..."
     law: str
     smallest_input: str     # that breaks the law
 
@@ -109,9 +110,10 @@ class Laws:
         return any(verdict.function == name and verdict.outcome == "differs" and
                    verdict.mark in ("formula", self.asked[1]) for verdict in self.verdicts)
 
-    def pytest_collection_finish(self, session):
-        for module in {item.module for item in session.items}:
-            module.TOLERANCE, module.MODEL_TOLERANCE = self.tolerance, max(self.tolerance, 1e-5)
+    def pytest_collection_finish(self):
+        laws = sys.modules["test_grpo"]
+        laws.TOLERANCE = self.tolerance
+        laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
 
     def pytest_runtest_setup(self, item):
         """A law is about the first function that its name mentions."""
@@ -152,7 +154,13 @@ class Laws:
                 terminalreporter.line(f"{name:30}{self.summary(name)}")
 
 
+def ask(path, *options):
+    """Pytest's exit code, and the plugin with its verdicts."""
+    laws = Laws(load(path))
+    return pytest.main([*map(str, LAWS), *OPTIONS, FORMULAS, *options], plugins=[laws]), laws
+
+
 if __name__ == "__main__":
-    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+    if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
-    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, *sys.argv[2:]], plugins=[Laws(load(sys.argv[1]))]))
+    sys.exit(ask(*sys.argv[1:])[0])
