@@ -46,7 +46,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
 @pytest.mark.parametrize("mine, R, printed", [
     (MATHS + A, [2.0, 1.9, 2.0], {0: "9.4", 35: "5.0"}),                                                   # rung 1
     (MATHS + A + " - group_stats(rewards, 16)[0].repeat_interleave(16)", [2.7, 2.6, 2.7],
-     {20: "-0.0000", 30: "2.57", 35: "2.63"}),                                                             # rung 2
+     {20: "0.0000", 30: "2.57", 35: "2.63"}),                                                             # rung 2
     (MATHS, [2.8, 2.7, 2.8], {0: "0.432", 10: "0.263", 15: "2.57", 20: "2.68"}),                           # rungs 3, 6
     (MATHS.replace(" - is_eos == 0", " == 0"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})], ids=["1", "2", "3", "4"])
 def test_the_table_shows_what_the_rungs_say(mine, R, printed, tmp_path, capsys):

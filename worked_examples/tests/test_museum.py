@@ -73,7 +73,7 @@ def break_formulas():
     texts = {"right": FORMULAS} | {name: FORMULAS.replace(old, new) for name, old, new, _ in MISTAKES}
     laws = {"right": [""]} | {name: [law] for name, _, _, law in MISTAKES}
     breaker = Breaker(module, texts, laws)
-    pytest.main([*map(str, check.LAWS), *check.OPTIONS], [breaker, check.Laws(module)])
+    pytest.main([*map(str, check.LAWS), *check.OPTIONS, check.FORMULAS], [breaker, check.Laws(module)])
     return breaker.found
 
 
@@ -86,7 +86,7 @@ def found(tmp_path_factory):
         path = tmp_path_factory.getbasetemp() / what
         if not path.exists():
             subprocess.run([sys.executable, __file__, what, path], stdout=subprocess.DEVNULL, check=True,
-                           env=os.environ | {"GRPO_EXAMPLES": "5"})
+                           env=os.environ | {"GRPO_EXAMPLES": "10"})
         return json.loads(path.read_text())
     return run
 
