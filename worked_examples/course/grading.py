@@ -84,10 +84,10 @@ class Exam(check.Laws):
 
 def reason_of(text):
     """Of a failure's text: what is expected and what came, or the error."""
-    lines = [line.removeprefix("E").strip() for line in text.splitlines()]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     telling = [line for line in lines if line.startswith(("expected ", "got "))]
-    errors = [line for line in lines if "Error" in line]
-    return "; ".join(" ".join(line.split()) for line in telling or errors[:1] or lines[:1])
+    errors = [line for line in lines if line.partition(":")[0].endswith("Error")]
+    return "; ".join(telling or errors or lines[:1])
 
 
 def one_step(functions):
@@ -118,7 +118,7 @@ def examine(path, report, word, seconds):
         note(report, "", "formula", "import", "")
     mine = {name: vars(module)[name] for name in names}
     exam = Exam(module, names, report, word, seconds)
-    pytest.main([*map(str, check.LAWS), *"-p no:cacheprovider -p no:terminal --noconftest -W ignore".split()], [exam])
+    pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native"], [exam])
     if not word and STEP not in exam.known:
         left = [name for name in MAIN if name not in names]
         note(report, STEP, "formula", STEP, f"not written: {', '.join(left)}" if left else None)
