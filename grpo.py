@@ -67,16 +67,15 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     each. Source: TRL's GRPOTrainer (weighted nansum).
     Returns: (B,); an error names the rows in which all functions abstained.
     """
-    F = rewards_per_func.size(1)
     unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
     assert not unscored, (
         f"rewards_per_func: got no reward in rows {unscored}; allowed is one or more in each")
-    rewards_per_func = rewards_per_func * 1.0                  # (B, F); integers become floats
-    weights = torch.as_tensor(
-        [1.0] * F if reward_weights is None else reward_weights,
-        dtype=rewards_per_func.dtype, device=rewards_per_func.device)
-    assert weights.shape == (F,), f"reward_weights: got {tuple(weights.shape)}; allowed is ({F},)"
-    return (rewards_per_func * weights).nansum(1)                               # (B,)
+    rewards = rewards_per_func * 1.0                           # (B, F); integers become floats
+    if reward_weights is None:
+        return rewards.nansum(1)                                                # (B,)
+    weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
+    assert weights.shape == rewards.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
+    return (rewards * weights).nansum(1)                                        # (B,)
 
 
 # §2 Group statistics and advantages ---------------------------------------------------------------
@@ -90,8 +89,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     """
     assert rewards.dim() == 1, f"rewards: got {tuple(rewards.shape)}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
-        f"num_generations: got {num_generations}; allowed is a divisor of {len(rewards)} above "
-        f"{correction}")
+        f"num_generations: got {num_generations}; allowed: > {correction}, divides {len(rewards)}")
     groups = (rewards * 1.0).reshape(-1, num_generations)      # (P, G); integers become floats
     silent = groups.amax(1) == groups.amin(1)                  # rounding: mean(8 × 0.1) is not 0.1
     mean = torch.where(silent, groups[:, 0], groups.mean(1))                    # (P,)
@@ -117,8 +115,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     elif scale_rewards == "none":
         scale = 1.0
     else:
-        raise ValueError(
-            f"scale_rewards: got {scale_rewards!r}; allowed is 'group', 'batch' or 'none'")
+        raise ValueError(f"scale_rewards: got {scale_rewards!r}; allowed: 'group', 'batch', 'none'")
     return torch.where(centred == 0, 0, centred / scale)       # silent: 0, not 0/0 at eps = 0
 
 
@@ -127,8 +124,8 @@ def broadcast_advantages(advantages, completion_mask):
 
     Source: DeepSeekMath §4.1.2. From (B,) to (B, T), 0 at padding.
     """
-    B = len(completion_mask)
-    assert advantages.shape == (B,), f"advantages: got {tuple(advantages.shape)}; allowed is ({B},)"
+    assert advantages.shape == completion_mask.shape[:1], (
+        f"advantages: got {tuple(advantages.shape)}; allowed is (B,), as in the mask")
     return torch.where(completion_mask != 0, advantages.unsqueeze(1), 0)        # (B, T)
 
 
@@ -177,8 +174,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or
     None.
     """
-    assert prompt_mask[:, -1].all(), (
-        "prompt_mask: got a row that ends in padding; allowed is left-padded")
+    assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     mask = torch.cat([prompt_mask != 0, completion_mask != 0], 1).long()        # (B, L+T)
     holes = mask[:, prompt_ids.size(1):].diff(dim=1) > 0
     assert not holes.any(), "completion_mask: got a row with a hole; allowed is ones, then zeros"
@@ -206,10 +202,10 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
     Returns: (B, T), 1 at padding; or (B, 1).
     """
-    for name, x in (("old_logps", old_logps), ("completion_mask", completion_mask)):
-        assert x.shape == logps.shape, (
-            f"{name}: got {tuple(x.shape)}; allowed is {tuple(logps.shape)}")
     mask = completion_mask != 0
+    assert old_logps.shape == mask.shape == logps.shape, (
+        f"old_logps, completion_mask: got {tuple(old_logps.shape)}, {tuple(mask.shape)}; "
+        f"allowed is {tuple(logps.shape)}")
     log_ratio = torch.where(mask, logps - old_logps, 0)                         # (B, T)
     if importance_sampling_level == "token":
         return log_ratio.exp()                                                  # (B, T)
@@ -293,13 +289,12 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     0, and counts in B.
     """
     mask = completion_mask != 0
-    (B, T), shape = mask.shape, tuple(per_token_loss.shape)
-    assert shape in ((B, T), (B, 1)), (
-        f"per_token_loss: got {shape}; allowed is ({B}, {T}) or ({B}, 1)")
+    assert per_token_loss.shape in (mask.shape, (len(mask), 1)), (
+        f"per_token_loss: got {tuple(per_token_loss.shape)}; allowed is (B, T) or (B, 1)")
     per_token_loss = torch.where(mask, per_token_loss, 0)                       # (B, T)
     lengths = mask.sum(1)                                                       # (B,)
     num_tokens = lengths.sum().clamp(min=1)                    # without a token: 0, not 0/0
-    num_rows = num_rows_in_batch or max(B, 1)
+    num_rows = num_rows_in_batch or max(len(mask), 1)
     if loss_type == "grpo":
         return (per_token_loss.sum(1) / lengths.clamp(min=1)).sum() / num_rows
     if loss_type == "bnpo":
@@ -307,11 +302,9 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     if loss_type == "dapo":
         return per_token_loss.sum() / (num_items_in_batch or num_tokens)
     if loss_type != "dr_grpo":
-        raise ValueError(
-            f"loss_type: got {loss_type!r}; allowed is 'grpo', 'bnpo', 'dr_grpo' or 'dapo'")
+        raise ValueError(f"loss_type: got {loss_type!r}; allowed: grpo, bnpo, dr_grpo, dapo")
     if max_completion_length is None:
-        raise ValueError(
-            "max_completion_length: got None; allowed with dr_grpo is the limit of sampling")
+        raise ValueError("max_completion_length: got None; allowed is T_max, the limit of sampling")
     return per_token_loss.sum() / (num_rows * max_completion_length)
 
 
@@ -343,8 +336,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         assert x is None or x.shape == logps.shape, (
             f"{name}: got {tuple(x.shape)}; allowed is {tuple(logps.shape)}")
     assert advantages.shape in (logps.shape, logps.shape[:1]), (
-        f"advantages: got {tuple(advantages.shape)}; allowed is (B,) or (B, T) of "
-        f"{tuple(logps.shape)}")
+        f"advantages: got {tuple(advantages.shape)}; allowed is (B,) or (B, T), as logps")
     if old_logps is None:
         old_logps = logps.detach()        # ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
     # Padding is emptied first: a NaN that is multiplied by 0 later would reach the gradient.
@@ -498,8 +490,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
         likeliest token (greedy).
     Returns: completion_ids, completion_mask, logps (nats), each (P·G, T), T <= T_max.
     """
-    assert prompt_mask[:, -1].all(), (
-        "prompt_mask: got a row that ends in padding; allowed is left-padded")
+    assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
     mask = (prompt_mask != 0).long()                           # (P, L); grows with the cache
     B = len(mask) * num_generations
@@ -592,16 +583,11 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                         # (B,)
     learns = terminated | (not config.mask_truncated_completions)               # (B,)
-    return Rollout(
-        examples=[copy.deepcopy(example) for example in examples for _ in range(G)],
-        completions=completions,
-        prompt_ids=prompt_ids.repeat_interleave(G, 0),
-        prompt_mask=prompt_mask.repeat_interleave(G, 0),
-        completion_ids=completion_ids,
-        completion_mask=completion_mask,
-        loss_mask=completion_mask * learns.unsqueeze(1),
-        sampler_logps=sampler_logps,
-        terminated=terminated)
+    examples = [copy.deepcopy(example) for example in examples for _ in range(G)]         # B
+    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask))
+    loss_mask = completion_mask * learns.unsqueeze(1)                           # (B, T)
+    return Rollout(examples, completions, prompt_ids, prompt_mask, completion_ids, completion_mask,
+                   loss_mask, sampler_logps, terminated)
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
@@ -612,9 +598,8 @@ def evaluate(policy, tokenizer, dataset, reward_funcs, config):
         rollout = sample_rollout(policy, tokenizer, examples, config)
         rewards += compute_rewards(reward_funcs, rollout)[:, 0].tolist()
         if start == 0:
-            for example, completion, reward in zip(examples[:4], rollout.completions, rewards):
-                prompt, answer = text_of(example["prompt"]), text_of(completion)
-                print(f"  {prompt} {answer!r:.90}   reward {reward:g}")
+            for row, completion, reward in zip(examples[:4], rollout.completions, rewards):
+                print(f"  {text_of(row['prompt'])} {text_of(completion)!r:.90}   reward {reward:g}")
     return numpy.nanmean(rewards)
 
 
@@ -628,8 +613,7 @@ def option(default, text):
 class GRPOConfig:
     """Mostly TRL's names. There max_steps counts updates, cispo and sapo are kinds of loss_type."""
     learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "constant"] = option(
-        "linear", "after the warmup: down to 0 at max_steps, or constant")
+    lr_scheduler_type: Literal["linear", "constant"] = option("linear", "linear: down to 0")
     warmup_steps: int = option(0, "steps over which the step size rises")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
     max_steps: int = option(100, "steps in all; each samples one batch and learns from it")
@@ -645,16 +629,13 @@ class GRPOConfig:
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
     epsilon: float = option(0.2, "clip range below 1, at most 1; also above, or else epsilon_high")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the ratio's cap (5)")
-    delta: float | None = option(
-        None, "with clip alone: the cap of the unclipped ratio, at least 1 + epsilon_high")
+    delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
-    use_bias_correction_kl: bool = option(
-        False, "with beta > 0: multiply the KL estimate by the ratio (True in TRL)")
+    use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
     mask_truncated_completions: bool = option(False, "learn nothing from answers without an EOS")
-    sync_ref_model: bool = option(
-        False, "with beta > 0: refresh the reference, Algorithm 1's outer iterations")
+    sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
     seed: int = option(42, "of all that is drawn, and of the tiny model")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
@@ -672,15 +653,16 @@ class GRPOConfig:
             "delta": self.delta is None or self.policy_loss == "clip" and self.delta >= top,
             "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
             "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
-        for name, option in self.__dataclass_fields__.items():
-            value, kind, text = getattr(self, name), option.type, option.metadata["help"]
-            least = 1 if kind is int and name not in ("warmup_steps", "seed") else 0
-            if isinstance(value, str) and value not in get_args(kind):
-                raise InputError(f"{name}: got {value!r}; allowed is one of {get_args(kind)}")
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise InputError(f"{name}: got {value}; allowed is {least} or more, finite: {text}")
-            if not allowed.get(name, True):
-                raise InputError(f"{name}: got {value}; allowed: {text}")
+        for name, entry in self.__dataclass_fields__.items():
+            value, right = getattr(self, name), allowed.get(name, True)
+            if isinstance(value, str):
+                right = value in get_args(entry.type)
+            elif isinstance(value, (int, float)):
+                least = entry.type is int and name not in ("warmup_steps", "seed")
+                right = right and least <= value < math.inf
+            if not right:
+                words = get_args(entry.type) or entry.metadata["help"]
+                raise InputError(f"{name}: got {value!r}; allowed: {words}")
 
 
 def loss_options(config):
@@ -724,11 +706,9 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)      # 9
-        old_logps = ref_logps = None
-        if not on_policy:                                      # one update: π_old is π_θ, no pass
-            old_logps = score_rollout(policy, rollout, config)                  # 6
-        if state.reference:
-            ref_logps = score_rollout(state.reference, rollout, config)
+        # One update: π_old is π_θ itself, and takes no pass.
+        old_logps = None if on_policy else score_rollout(policy, rollout, config)       # 6
+        ref_logps = score_rollout(state.reference, rollout, config) if state.reference else None
         updates = []
         for rows in mini_batches(config, rng):                                  # 10, 11
             updates.append(update_policy(
@@ -775,23 +755,20 @@ def compute_rewards(reward_funcs, rollout):
         rewards = list(returned) if hasattr(returned, "__iter__") else []
         right = [x is None or hasattr(x, "__float__") and math.isfinite(x) for x in rewards]
         if len(rewards) != B or not all(right):
-            count = f"{len(rewards)} reward{'s' if len(rewards) > 1 else ''}, " if rewards else ""
+            count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
             raise InputError(f"reward_funcs: {function.__name__} returned {count}{returned!r:.60}; "
                              f"allowed are {B}, each a finite number or None")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.completion_ids.device).T       # (B, F)
 
 
-DIFFERENCE = "sampling/sampling_logp_difference/max"
-
-
 def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T)."""
-    inputs = (rollout.prompt_ids, rollout.prompt_mask,
-              rollout.completion_ids, rollout.completion_mask)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
         logps, _ = per_token_logps(
-            model, *[x[rows] for x in inputs], temperature=config.temperature)
+            model, rollout.prompt_ids[rows], rollout.prompt_mask[rows],
+            rollout.completion_ids[rows], rollout.completion_mask[rows],
+            temperature=config.temperature)
     return logps
 
 
@@ -832,8 +809,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     rows = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    # Sampler against scorer: if it is more than rounding, look at positions, temperature and masks.
-    metrics[DIFFERENCE] = 0.0
+    difference = 0.0              # sampler against scorer: see positions, temperature, masks, cache
     state.optimizer.zero_grad()
     for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
@@ -845,15 +821,15 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
-        difference = (old - rollout.sampler_logps[part]).abs().max().item()
-        metrics[DIFFERENCE] = max(metrics[DIFFERENCE], difference)
+        difference = max(difference, (old - rollout.sampler_logps[part]).abs().max().item())
     group, = state.optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(
         group["params"], config.max_grad_norm or math.inf, error_if_nonfinite=True)
     group["lr"] = learning_rate(config, state.step)
     state.optimizer.step()
     state.optimizer.zero_grad()                                # sampling needs the memory
-    return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"]}
+    return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"],
+                      "sampling/sampling_logp_difference/max": difference}
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
@@ -872,8 +848,8 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
         metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
     metrics = {name: None if x.isnan() else x.item() for name, x in metrics.items()}
     for name in updates[0]:
-        metrics[name] = sum(update[name] for update in updates) / len(updates)
-    metrics[DIFFERENCE] = max(update[DIFFERENCE] for update in updates)
+        values = [update[name] for update in updates]
+        metrics[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
     return metrics
 
 
@@ -893,8 +869,7 @@ def tiny_tokenizer():
     words = ["<pad>", "<eos>", "<think>", "</think>", *"0123456789+=,"]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=0))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def tiny_model(tokenizer, seed):
@@ -949,24 +924,19 @@ def load_dataset(path):
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
+        where = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
         try:
             rows.append(json.loads(line))                      # it decodes UTF-8
-        except ValueError:
-            rows.append("not JSON")
+        except ValueError as error:
+            raise InputError(f"{where} is not JSON") from error
         row, first = rows[-1], rows[0]
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if row == "not JSON":
-            wrong = row
-        elif not prompt or not isinstance(prompt, (str, list)):
-            wrong = "no prompt, a text or messages"
-        elif row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
-            wrong = f"other columns than line 1's {list(first)}, or another kind of prompt"
-        else:
-            continue
-        shown = line.decode(errors="replace")
-        raise InputError(f"dataset: {path}, line {number}: {wrong}: {shown:.60}")
+        if not isinstance(row, dict) or not row.get("prompt"):
+            raise InputError(f"{where} has no prompt; allowed is a text, or messages")
+        if row.keys() != first.keys() or type(row["prompt"]) is not type(first["prompt"]):
+            raise InputError(f"{where} has other columns than line 1, or mixes texts and messages; "
+                             f"allowed is {list(first)}")
     if not rows:
-        raise InputError(f"dataset: {path}: got an empty file; allowed is an object in each line")
+        raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
 
 
@@ -976,8 +946,7 @@ def load_model(name, seed=0):
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        name, trust_remote_code=False, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer
 
@@ -1034,7 +1003,9 @@ def parse_options(argv):
         "--output_dir", help="a folder without a checkpoint (grpo-output, else grpo-output-2, ...)")
     parser.add_argument(
         "--resume_from_checkpoint", help="a checkpoint-STEP folder, with its run's options")
-    options, saved = parser.parse_known_args(argv)[0], None
+    options, saved = parser.parse_args(argv), None
+    if (options.model == "tiny") != (options.dataset is None):
+        parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
         parser.set_defaults(**TINY, reward_funcs=["accuracy", "think_format"])
     if options.resume_from_checkpoint:
@@ -1049,9 +1020,8 @@ def parse_options(argv):
 
 def choose_output_dir(options):
     """A folder without a checkpoint, or the one of the checkpoint from which the run continues."""
-    home = None
-    if options.resume_from_checkpoint:
-        home = Path(options.resume_from_checkpoint).resolve().parent
+    checkpoint = options.resume_from_checkpoint
+    home = checkpoint and Path(checkpoint).resolve().parent
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     free = next(name for name in names if not os.path.exists(name))
     folder = Path(options.output_dir or home or free)
@@ -1062,24 +1032,22 @@ def choose_output_dir(options):
 
 def load_job(config, options):
     """The dataset, the held-out problems, the policy and the tokenizer of a command line."""
-    is_tiny = options.model == "tiny"
-    if is_tiny != (options.dataset is None):
-        raise InputError(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
-    if is_tiny:
+    where = ""
+    if options.model == "tiny":
         dataset, held_out = tiny_problems(config.seed)
     else:
         dataset, held_out = load_dataset(options.dataset), []
+        where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
     if options.eval_dataset:
         held_out = load_dataset(options.eval_dataset)
     for row in dataset[:1] + held_out[:1]:
         if "accuracy" in options.reward_funcs and "solution" not in row:
-            raise InputError(f"dataset: got {list(row)}; allowed with accuracy: prompt, solution")
-    asks_hub = not is_tiny and not os.path.isdir(options.model)
-    print(f"{options.model}{' (no folder: asking the hub)' * asks_hub}: {len(dataset)} problems, "
-          f"rewards {', '.join(options.reward_funcs)}", flush=True)
+            raise InputError(f"dataset: got {list(row)}; allowed with accuracy: a solution")
+    print(f"{options.model}{where}: {len(dataset)} problems, rewards "
+          f"{', '.join(options.reward_funcs)}", flush=True)
     policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-    longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
-                  for row in dataset + held_out)
+    prompts = [row["prompt"] for row in dataset + held_out]
+    longest = encode_prompts(tokenizer, prompts, "cpu")[0].size(1)
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
@@ -1089,32 +1057,32 @@ def load_job(config, options):
 
 def run(config, options, saved, argv):
     """The job of a command line."""
-    is_tiny, checkpoint = options.model == "tiny", options.resume_from_checkpoint
-    if is_tiny:
+    if options.model == "tiny":
         torch.set_num_threads(1)                               # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     if len(config.reward_weights or reward_funcs) != len(reward_funcs):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
-    folder = choose_output_dir(options)
+    folder, checkpoint = choose_output_dir(options), options.resume_from_checkpoint
     try:
         dataset, held_out, policy, tokenizer = load_job(config, options)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    if is_tiny and not saved:
+    if options.model == "tiny" and not saved:
         cold_start(policy, tokenizer, dataset, config.seed)
-    state = initial_state(policy, config)
+    state, lines = initial_state(policy, config), ""
     if saved:
         load_checkpoint(state, saved)
-    first, before = state.step, None
-    lines = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
+        lines = Path(checkpoint, "metrics.jsonl").read_text()
+    first = state.step
     if held_out:
         before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
-        for _, _, metrics in tqdm(steps, "GRPO", first, config.max_steps, disable=None):
+        bar = tqdm(steps, "GRPO", initial=first, total=config.max_steps, disable=None)
+        for _, _, metrics in bar:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "metrics.jsonl", "w" if state.step == first + 1 else "a") as file:
+            with open(folder / "metrics.jsonl", "a" if state.step > first + 1 else "w") as file:
                 file.write(lines + json.dumps(metrics, allow_nan=False) + "\n")
             lines = ""
             if state.step % math.ceil(config.max_steps / 10) == 0:
@@ -1123,12 +1091,12 @@ def run(config, options, saved, argv):
             if state.step % config.save_steps == 0 or state.step == config.max_steps:
                 checkpoint = save_checkpoint(policy, tokenizer, state, config, folder)
     except BaseException as error:                             # Ctrl-C, too
+        what = "start again"
         if checkpoint:
-            after = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
+            what = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
-        if checkpoint or not isinstance(error, InputError):
-            print(f"stopped; to {after if checkpoint else 'start again'}:",
-                  shlex.join(["python", sys.argv[0], *argv]))
+        if checkpoint or not isinstance(error, InputError):    # else the run is refused
+            print(f"stopped; to {what}:", shlex.join(["python", sys.argv[0], *argv]))
         raise
     print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
     if held_out:

@@ -3,9 +3,9 @@
 Paste a function with those that it calls; it needs torch and nothing else. The arguments are grpo.py's: B answers, of
 which num_generations to each prompt; T tokens; log-probs of the sampled tokens, (B, T); a mask, 1 = real token.
 
-They pass the tests of the formulas; the tests of what grpo.py adds are skipped:
+They pass the tests of the formulas:
 
-    GRPO_MODULE=worked_examples/formulas.py python -m pytest -q test_grpo.py
+    python worked_examples/check_your_own/check.py worked_examples/formulas.py
 
 grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, where a function of grpo.py takes a
 mask, no value at padding, not even NaN, reaches a result or a gradient. Errors there, but not here: unknown words,

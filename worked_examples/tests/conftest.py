@@ -137,8 +137,6 @@ def cli(*arguments):
         except Exception:
             traceback.print_exc()
             code = 1
-    for name in ("rewards", "short"):                                   # the next run has other files of these names
-        sys.modules.pop(name, None)
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
@@ -190,12 +188,18 @@ def models(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory):
+    """A folder for a law that Hypothesis draws many times."""
+    return tmp_path_factory.mktemp("drawn")
+
+
 @pytest.fixture
 def data(models, tmp_path):
-    """A folder with the models, two datasets (a byte order mark is not part of a row) and a file of rewards."""
+    """A folder with the models, two datasets and a file of rewards."""
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
     for name, rows in (("text", PROBLEMS), ("chat", chat)):
-        (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "models").symlink_to(models)
     return tmp_path

@@ -1,9 +1,9 @@
-"""What a run of grpo.py promises (§9-§11): a test's name is a promise, its docstring says it."""
+"""What a run of grpo.py promises (§9-§12): a test's name is a promise, its docstring says it."""
 
 import contextlib
 import copy
 import functools
-import itertools
+import json
 import math
 import os
 import re
@@ -22,6 +22,8 @@ import torch
 from conftest import (PROBLEMS, ROOT, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of,
                       first_two, last_checkpoint, lines_of, make_model, passes_of, python, resume, steps_of,
                       weights_of)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,47 +33,67 @@ import grpo
 
 nan, inf, aten = math.nan, math.inf, torch.ops.aten
 close = torch.testing.assert_close
+draws = lambda n: settings(max_examples=n, deadline=None, derandomize=True, database=None)
+
+# §9 Sampling ----------------------------------------------------------------------------------------------------------
 
 PROMPT_IDS = torch.tensor([[-7, -7, 5, 6], [7, 8, 9, 10], [-7, 3, 4, 5]])           # garbage where the mask is 0
 PROMPT_MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 UNIFORMS = torch.rand(24, 12, generator=torch.Generator().manual_seed(0))
+LLAMA = make_model("Llama")
 
 
-def sample(model, pad=0, G=8):
-    """G completions for each of three prompts, of at most 12 tokens; two words end one."""
-    return grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=12, eos_token_ids=[1, 2],
-                         num_generations=G, pad_token_id=pad, temperature=0.7, uniforms=UNIFORMS[:3 * G])
+def sample(model=LLAMA, prompts=slice(None), uniforms=UNIFORMS, G=8, temperature=0.7, pad=0):
+    """G completions for each of these prompts, of at most 12 tokens; two words end one."""
+    return grpo.generate(model, PROMPT_IDS[prompts], PROMPT_MASK[prompts], max_completion_length=12, uniforms=uniforms,
+                         eos_token_ids=[1, 2], num_generations=G, pad_token_id=pad, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1), ("Qwen2", 0)])
-def test_recorded_logps_and_entropies_are_the_scorers(kind, pad):
+def test_recorded_logps_are_the_scorers(kind, pad):
     """The sampler, with its cache, and the scorer, in one pass, say the same. Rows that have ended leave the batch."""
     model = make_model(kind)
     passes = passes_of(model)
-    ids, mask, logps, entropies = sample(model, pad)
+    ids, mask, logps = sample(model, pad=pad)
     assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in mask.sum(0).tolist()[1:]]
     prompts = (x.repeat_interleave(8, 0) for x in (PROMPT_IDS, PROMPT_MASK))
-    scored = grpo.per_token_logps(model, *prompts, ids, mask, temperature=0.7, compute_entropy=True)
+    scored, _ = grpo.per_token_logps(model, *prompts, ids, mask, temperature=0.7)
     assert 2 * mask.sum(1).min() < mask.sum(1).max()                    # ragged, or nothing is tested
-    close(logps, scored[0].detach(), atol=2e-5, rtol=0)
-    close(entropies, scored[1], atol=2e-5, rtol=0)
+    close(logps, scored.detach(), atol=2e-5, rtol=0)
     assert torch.equal(mask, grpo.make_completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
 
 
-@pytest.mark.parametrize("G", [1, 8])
-def test_each_token_is_where_its_uniform_number_falls(G):
-    """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w: a token follows from its own prompt, its own number and nothing else."""
-    model = make_model("Llama")
-    ids, mask, _, _ = sample(model, G=G)
-    for i in range(3 * G):
-        answer = ids[i][mask[i] == 1]
+def test_each_token_is_where_its_uniform_number_falls():
+    """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w, with p from a pass without padding, cache or other rows"""
+    ids, mask, _ = sample()
+    for i in range(24):
+        answer, prompt = ids[i][mask[i] == 1], PROMPT_IDS[i // 8][PROMPT_MASK[i // 8] == 1]
         assert len(answer) == 12 or answer[-1] in (1, 2)
-        prompt = PROMPT_IDS[i // G][PROMPT_MASK[i // G] == 1]           # in one pass, without padding or cache
-        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
+        logits = LLAMA(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
         probabilities = (logits / 0.7).softmax(-1)
         high = probabilities.cumsum(-1).gather(1, answer[:, None])[:, 0]
         low, u = high - probabilities.gather(1, answer[:, None])[:, 0], UNIFORMS[i, :len(answer)]
         assert (low - 1e-5 <= u).all() and (u <= high + 1e-5).all()
+
+
+@draws(15)
+@given(st.integers(0, 2), st.integers(0, 10**6))
+def test_a_row_sampled_alone_has_the_tokens_it_has_in_a_batch(prompt, seed):
+    """generate(all prompts)[i] = generate(prompt i), given the same uniform numbers"""
+    uniforms = torch.rand(6, 12, generator=torch.Generator().manual_seed(seed))
+    (ids, mask, _), rows = sample(uniforms=uniforms, G=2), slice(2 * prompt, 2 * prompt + 2)
+    alone, its_mask, _ = sample(prompts=slice(prompt, prompt + 1), uniforms=uniforms[rows], G=2)
+    T = alone.size(1)
+    assert torch.equal(ids[rows, :T] * mask[rows, :T], alone * its_mask) and not mask[rows, T:].any()
+
+
+@draws(10)
+@given(st.integers(0, 10**6))
+def test_greedy_is_the_limit_of_low_temperatures(seed):
+    """T -> 0: whatever u is, the likeliest token is taken"""
+    uniforms = torch.rand(3, 12, generator=torch.Generator().manual_seed(seed))
+    cold, greedy = sample(uniforms=uniforms, G=1, temperature=1e-4), sample(uniforms=None, G=1)
+    assert torch.equal(cold[0], greedy[0]) and torch.equal(cold[1], greedy[1])
 
 
 def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0():
@@ -84,8 +106,6 @@ def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0()
     ids, *_ = grpo.generate(model, PROMPT_IDS[1:2], PROMPT_MASK[1:2], max_completion_length=1, eos_token_ids=1,
                             num_generations=len(u), uniforms=u[:, None])
     assert ids[:, 0].tolist() == [1, *words.tolist(), 151_999]
-    greedy, *_ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=1, eos_token_ids=1)
-    assert greedy.tolist() == [[1]] * 3
 
 
 def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
@@ -111,14 +131,62 @@ def test_every_eos_id_ends_a_completion():
     assert (r.terminated & (r.completion_mask.sum(1) == 10)).any()      # an EOS at the very limit, too
 
 
-def test_each_step_has_questions_and_random_numbers_of_its_own():
-    """They follow from seed and step alone: a resumed run goes on with those that come next."""
-    config, steps, tokenizer = grpo.GRPOConfig(**SMALL), (0, 1, 0), grpo.tiny_tokenizer()
-    batches = [grpo.sample_batch(PROBLEMS, config, step) for step in steps]
-    sample_again = functools.partial(grpo.sample_rollout, make_model("Llama"), tokenizer, batches[0], config)
-    for first, second, again in (batches, [sample_again(step).completions for step in steps]):
-        assert first == again != second
+# §10 What a step draws ------------------------------------------------------------------------------------------------
 
+@draws(30)
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_each_pass_deals_all_rows_to_the_mini_batches(groups, G, passes, data):
+    """Each pass is a partition of range(B) in sorted parts of about the same size, and the next deals anew."""
+    B = groups * (G + 1)
+    n = data.draw(st.integers(1, B))
+    config = grpo.GRPOConfig(num_generations=G + 1, generation_batch_size=B, num_mini_batches=n, num_iterations=passes)
+    parts = [rows.tolist() for rows in grpo.mini_batches(config, numpy.random.default_rng(B))]
+    assert len(parts) == n * passes and all(part == sorted(part) for part in parts)
+    for i in range(0, len(parts), n):
+        assert sorted(sum(parts[i:i + n], [])) == list(range(B))
+        assert max(map(len, parts[i:i + n])) - min(map(len, parts[i:i + n])) <= 1
+    if n == 2 and B > 12:
+        assert parts[:n] != parts[n:2 * n]
+
+
+@draws(30)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_prompts_of_a_step_are_distinct_where_the_data_suffice(size, count, seed, step):
+    """P prompts of the dataset, none of them twice if it has P; they follow from seed and step."""
+    config = grpo.GRPOConfig(num_generations=2, generation_batch_size=2 * count, seed=seed)
+    draw = lambda: grpo.sample_batch(range(size), config, grpo.step_rng(config, step))
+    prompts = draw()
+    assert len(prompts) == count and prompts == draw() and set(prompts) <= set(range(size))
+    assert len(set(prompts)) == count or count > size
+
+
+def test_other_seeds_and_other_steps_have_other_prompts_and_answers():
+    """They follow from (seed, step) alone: what a resumed run draws is what comes next."""
+    tokenizer, found = grpo.tiny_tokenizer(), []
+    for seed, step in ((42, 0), (42, 1), (1, 0), (42, 0)):
+        config = grpo.GRPOConfig(**SMALL | dict(seed=seed))
+        rng = grpo.step_rng(config, step)
+        prompts = grpo.sample_batch(PROBLEMS, config, rng)
+        found.append((prompts, grpo.sample_rollout(LLAMA, tokenizer, PROBLEMS[:2], config, rng).completions))
+    assert found[0] == found[3]
+    assert all(a != b for one in found[1:3] for a, b in zip(one, found[0]))
+    assert all(len(set(answers)) > 1 for _, answers in found)           # and the answers of a step differ
+
+
+@draws(50)
+@given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(["linear", "constant"]), st.floats(1e-6, 1))
+def test_the_step_size_rises_then_falls_and_stays_between_0_and_the_learning_rate(steps, warmup, kind, top):
+    """Up over warmup_steps, from there down by equal amounts, to be 0 at max_steps; or constant."""
+    config = grpo.GRPOConfig(max_steps=steps, warmup_steps=warmup, lr_scheduler_type=kind, learning_rate=top)
+    rates = [grpo.learning_rate(config, step) for step in range(steps)]
+    differences = [b - a for a, b in zip(rates, rates[1:])]
+    assert all(0 < rate <= top for rate in rates)
+    assert all(d > 0 for d in differences[:warmup]) and rates[warmup:warmup + 1] in ([], [top])
+    falling = 0.0 if kind == "constant" else -top / max(steps - warmup, 1)
+    assert differences[warmup:] == pytest.approx([falling] * len(differences[warmup:]), abs=1e-12)
+
+
+# §10 A run by hand ----------------------------------------------------------------------------------------------------
 
 WORDS = ["beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
          "max_completion_length", "epsilon_high"]                       # mean the same in the config and in the loss
@@ -132,50 +200,64 @@ def run_of(reward_funcs=(by_row, first_two), **options):
             for _, r, metrics in steps_of(policy, reward_funcs, **options)], passes
 
 
+def rate_by_hand(c, step):
+    if step < c.warmup_steps:
+        return c.learning_rate * (step + 1) / (c.warmup_steps + 1)
+    if c.lr_scheduler_type == "constant":
+        return c.learning_rate
+    return c.learning_rate * (c.max_steps - step) / (c.max_steps - c.warmup_steps)
+
+
+def update_by_hand(twin, optimizer, c, step, ref, advantages, loss_mask, old, score, rows):
+    """One update of the twin, all of its rows in one pass; returns its metrics."""
+    loss, found = grpo.grpo_loss(
+        score(twin, rows), advantages[rows], loss_mask[rows], old_logps=old[rows],
+        ref_logps=ref[rows] if c.beta > 0 else None, epsilon_low=c.epsilon, **{word: getattr(c, word) for word in WORDS})
+    optimizer.zero_grad()
+    loss.backward()
+    learns = loss_mask[rows].any(1) & (advantages[rows].ne(0) | (c.beta > 0))
+    if not learns.any():                                                # then AdamW's momentum moves nothing, either
+        optimizer.zero_grad()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), c.max_grad_norm or inf).item()
+    optimizer.param_groups[0]["lr"] = rate_by_hand(c, step)
+    optimizer.step()
+    return {"loss": loss.item(), "grad_norm": norm, "learning_rate": rate_by_hand(c, step), **found}
+
+
 def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, run=None, **options):
     """A twin of the policy learns from its samples, each update in one pass; all metrics and weights must be the same.
     instead: what the twin takes some options to be. Returns: the last rollout; the rows of each pass that scored."""
     steps, passes = run or run_of(reward_funcs, **options)
     twin, reference = make_model("Llama").double(), make_model("Llama").double()
     c = grpo.GRPOConfig(**SMALL | options | instead)
-    optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=c.weight_decay)
-    B, G, update = c.generation_batch_size, c.num_generations, itertools.count()
+    optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
+    B, G = c.generation_batch_size, c.num_generations
     for step, (r, metrics, weights) in enumerate(steps):
         if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
             reference.load_state_dict(twin.state_dict())
         sampled = r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask
-        score = functools.partial(grpo.per_token_logps, temperature=c.temperature, compute_entropy=True)
+        score = lambda model, rows: grpo.per_token_logps(
+            model, *[x[rows] for x in sampled], temperature=c.temperature)[0]
         with torch.no_grad():
-            (old, entropies), (ref, _) = score(twin, *sampled), score(reference, *sampled)
-        close(r.logps, old, atol=1e-6, rtol=0)
+            old, ref = score(twin, slice(None)), score(reference, slice(None))
+        close(r.sampler_logps, old, atol=1e-6, rtol=0)
         mask, ended = r.completion_mask, (r.completion_ids == 1).any(1)
         loss_mask = mask * (ended[:, None] | (not c.mask_truncated_completions))
         by_func = [f(range(B)) for f in reward_funcs]
         of_funcs = c.reward_weights or [1.0] * len(reward_funcs)
         rewards = [sum(w * x for w, x in zip(of_funcs, row)) for row in zip(*by_func, strict=True)]
         advantages = grpo.group_advantages(torch.tensor(rewards), G, scale_rewards=c.scale_rewards)
+        rng = numpy.random.default_rng([c.seed, 3, step])
+        rng.choice(6, B // G, replace=False), rng.random((B, c.max_completion_length))     # prompts, answers
         updates = []
-        for iteration in range(c.num_iterations):
-            order = numpy.random.default_rng([c.seed, 5, step, iteration]).permutation(B)
-            for rows in numpy.array_split(order, c.num_mini_batches):   # each is a batch of its own
-                loss, found = grpo.grpo_loss(
-                    score(twin, *[x[rows] for x in sampled])[0], advantages[rows], loss_mask[rows],
-                    old_logps=old[rows], ref_logps=ref[rows] if c.beta > 0 else None, epsilon_low=c.epsilon,
-                    **{word: getattr(c, word) for word in WORDS})
-                optimizer.zero_grad()
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), c.max_grad_norm or inf).item()
-                u, warmup, count = next(update), c.warmup_steps, c.num_iterations * c.num_mini_batches
-                done = max(0, u - warmup) / (c.max_steps * count - warmup)
-                falling = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
-                lr = c.learning_rate * (u / warmup if u < warmup else falling[c.lr_scheduler_type])
-                optimizer.param_groups[0]["lr"] = lr
-                optimizer.step()
-                updates.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": lr, **found})
+        for _ in range(c.num_iterations):
+            for rows in numpy.array_split(rng.permutation(B), c.num_mini_batches):        # each is a batch of its own
+                updates.append(update_by_hand(
+                    twin, optimizer, c, step, ref, advantages, loss_mask, old, score, rows))
         silent = [len(set(rewards[i:i + G])) == 1 for i in range(0, B, G)]
         want = {"step": step + 1, **{name: statistics.mean(x[name] for x in updates) for name in updates[0]},
                 "reward": statistics.mean(rewards), "reward_std": statistics.stdev(rewards),
-                "frac_reward_zero_std": statistics.mean(silent), "entropy": (entropies * mask).sum() / mask.sum(),
+                "frac_reward_zero_std": statistics.mean(silent), "entropy": -(old * mask).sum() / mask.sum(),
                 "completions/mean_length": mask.sum() / B, "completions/clipped_ratio": 1 - ended.sum() / B,
                 "sampling/sampling_logp_difference/max": 0.0,
                 **{f"rewards/{f.__name__}/mean": statistics.mean(x) for f, x in zip(reward_funcs, by_func)}}
@@ -189,8 +271,8 @@ def assert_run_by_hand(reward_funcs=(by_row, first_two), instead={}, run=None, *
 MU = dict(num_iterations=3, max_steps=2)                                # the ratio is 1 in the first update
 REFRESHED = dict(beta=0.1, max_steps=4)
 OPTIONS = [  # field, a value that is not its default, and the options that let it show
-    ("learning_rate", 0.003, {}), ("warmup_steps", 2, dict(max_steps=4)), ("weight_decay", 0.5, {}),
-    ("lr_scheduler_type", "cosine", dict(max_steps=4)), ("lr_scheduler_type", "constant", dict(max_steps=2)),
+    ("learning_rate", 0.003, {}), ("warmup_steps", 2, dict(max_steps=4)),
+    ("lr_scheduler_type", "constant", dict(max_steps=2)),
     ("max_steps", 3, {}), ("max_grad_norm", 0.02, dict(max_steps=3)), ("max_grad_norm", 0.0, dict(max_steps=3)),
     ("num_generations", 2, {}), ("generation_batch_size", 12, {}), ("num_iterations", 3, {}),
     ("num_mini_batches", 2, dict(max_steps=2)), ("num_mini_batches", 3, dict(num_iterations=2, loss_type="grpo")),
@@ -215,62 +297,132 @@ def test_each_option_does_what_its_word_says(field, value, others):
         assert_run_by_hand(**options, run=run, instead={field: default})
 
 
+def test_every_option_has_a_test_and_most_defaults_are_trls():
+    """TRL's but for KL's correction, bf16, batch, length, saving."""
+    default = vars(grpo.GRPOConfig())
+    assert default == dict(
+        learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False, seed=42,
+        loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, temperature=1.0,
+        max_completion_length=512, mask_truncated_completions=False, max_grad_norm=1.0, sync_ref_model=False,
+        ref_model_sync_steps=512, lr_scheduler_type="linear", warmup_steps=0, reward_weights=None, save_steps=10,
+        per_device_train_batch_size=8, generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
+        max_steps=100, num_mini_batches=1)
+    tested_elsewhere = {"bf16", "seed", "per_device_train_batch_size", "save_steps"}
+    assert {field for field, _, _ in OPTIONS} | tested_elsewhere == set(default), "an option without a test"
+
+
 def test_train_is_algorithm_1():
     """Outer iterations that begin with π_ref ← π_θ, and mu updates against one π_old and π_ref."""
     assert_run_by_hand(**REFRESHED, sync_ref_model=True, ref_model_sync_steps=2, num_iterations=2)
 
 
-@pytest.mark.parametrize("options", [
-    dict(num_iterations=2), dict(num_iterations=2, importance_sampling_level="sequence", loss_type="grpo"),
-    dict(loss_type="dr_grpo")], ids=str)
-def test_rows_of_advantage_zero_cost_no_pass_and_parts_do_not_matter(options):
-    """Parts are a memory knob. Each row that learns is scored once for π_old, once for π_ref, once in each pass."""
-    for weight, beta, part, rows in ((1, 0, 8, 4), (1, 0, 3, 4), (1, 0.1, 3, 8), (0, 0, 8, 0), (0, 0.1, 8, 8)):
-        _, passes = assert_run_by_hand([by_row], per_device_train_batch_size=part, beta=beta,
-                                       reward_weights=[float(weight)], **options)
-        scored = 1 + (beta > 0) + options.get("num_iterations", 1)
-        assert passes == [min(part, rows - i) for i in range(0, rows, part)] * scored
+any_options = st.fixed_dictionaries(dict(
+    policy_loss=st.sampled_from(["clip", "cispo", "sapo"]), loss_type=st.sampled_from(["grpo", "dr_grpo", "dapo"]),
+    importance_sampling_level=st.sampled_from(["token", "sequence"]), beta=st.sampled_from([0.0, 0.1]),
+    scale_rewards=st.sampled_from(["group", "batch", "none"]), mask_truncated_completions=st.booleans(),
+    num_iterations=st.integers(1, 2), num_mini_batches=st.integers(1, 3), temperature=st.sampled_from([1.0, 0.7]),
+    per_device_train_batch_size=st.integers(1, 8), seed=st.integers(0, 99), reward_weights=st.sampled_from(
+        [None, [1.0, 0.0], [0.0, 0.0]])))
 
 
-def test_each_pass_deals_all_rows_anew_to_the_mini_batches():
-    """Every row is in one part of a pass; the parts differ from pass to pass and from step to step."""
-    config = grpo.GRPOConfig(**SMALL | dict(generation_batch_size=16, num_mini_batches=3, num_iterations=2))
-    parts = [[rows.tolist() for rows in grpo.mini_batches(config, step)] for step in (0, 1)]
-    for first in (parts[0][:3], parts[0][3:], parts[1][:3]):
-        assert sorted(sum(first, [])) == list(range(16)) and [len(rows) for rows in first] == [6, 5, 5]
-    assert parts[0][:3] != parts[0][3:] != parts[1][:3]
-    assert parts[0] == [rows.tolist() for rows in grpo.mini_batches(config, 0)]
+@draws(12)
+@given(any_options)
+def test_a_run_with_any_options_is_the_one_by_hand_whatever_its_parts(options):
+    """Any split into parts and any combination give the metrics and weights of the twin, who has no parts."""
+    assert_run_by_hand(**options)
 
 
-def test_with_one_mini_batch_the_first_ratio_is_1_to_the_bit():
-    """π_old is scored in the parts of the update: at epsilon 0, a token that has moved with A would be clipped."""
-    for kind in ("Llama", "GPT2"):
-        (_, _, one), = steps_of(make_model(kind), epsilon=0.0, per_device_train_batch_size=3)
-        (_, _, two), = steps_of(make_model(kind), epsilon=0.0, num_iterations=2)
-        assert one["clip_ratio/region_mean"] == 0.0 < two["clip_ratio/region_mean"]
+@pytest.mark.parametrize("options, scored", [
+    (dict(), 1), (dict(beta=0.1), 2), (dict(num_iterations=2), 3), (dict(num_mini_batches=2), 2),
+    (dict(num_iterations=2, beta=0.1), 4)], ids=str)
+def test_log_pi_old_is_scored_once_and_where_a_step_makes_several_updates(options, scored):
+    """One update: each row is scored once (and for π_ref). Several: once more, all rows, before the first of them."""
+    policy = make_model("Llama").double()
+    passes = passes_of(policy)
+    odd = lambda completions, **_: [float(i % 2) for i in range(len(completions))]        # each row learns
+    (_, r, _), = steps_of(policy, [odd], per_device_train_batch_size=3, **options)
+    rows = sum(rows for rows, width, _ in passes if width > r.prompt_ids.size(1))
+    assert rows == 8 * scored
 
 
-def weights_after(**options):
-    model = make_model("Llama").double()
-    *_, _ = steps_of(model, max_steps=2, generation_batch_size=16, num_generations=4, **options)
-    return torch.cat([weight.flatten() for weight in model.parameters()])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_without_the_pass_for_log_pi_old_the_weights_are_the_same_bits(kind, monkeypatch):
+    """One update a step: π_old is π_θ, and ρ is 1 in value, not in gradient."""
+    without, with_it = make_model(kind), make_model(kind)
+    list(steps_of(without, max_steps=2, learning_rate=0.01))
+    update = grpo.update_policy
+
+    def scored_first(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
+        assert old_logps is None
+        old_logps = grpo.score_rollout(policy, rollout, config)
+        return update(policy, state, rollout, rows, advantages, old_logps, ref_logps, config)
+
+    monkeypatch.setattr(grpo, "update_policy", scored_first)
+    list(steps_of(with_it, max_steps=2, learning_rate=0.01))
+    for one, other in zip(without.parameters(), with_it.parameters()):
+        assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("one, other", [("gspo", "sapo"), ("cispo", "dapo")])
-def test_what_a_preset_is_shows_with_the_mini_batches_of_its_paper(one, other):
-    """With one update of a batch gspo and sapo are the same run, and so are cispo and dapo (without its mask of
-    truncated answers); with their papers' parts they are not."""
-    presets = [grpo.PRESETS[name] | {"mask_truncated_completions": False} for name in (one, other)]
-    same = [weights_after(**preset | {"num_mini_batches": 1}) for preset in presets]
-    differ = [weights_after(**preset) for preset in presets]
-    assert (same[0] - same[1]).abs().max() < 1e-6 and (differ[0] - differ[1]).abs().max() > 1e-3
+def test_rows_of_advantage_zero_cost_no_pass():
+    """At beta = 0 the update passes over the four of eight rows that differ from their group's mean."""
+    _, passes = assert_run_by_hand([by_row], per_device_train_batch_size=3)
+    assert passes == [3, 1]
 
 
-def test_a_silent_step_moves_by_momentum():
-    """Where no row learns the gradient is 0, not absent: AdamW goes on in the direction of the steps before."""
-    calls = itertools.count()                                           # three of the run, then three of the twin
-    once = lambda completions, **_: [0.0] * 8 if next(calls) % 3 else by_row(completions)
-    assert_run_by_hand([once], max_steps=3)
+def test_where_no_row_learns_no_weight_moves():
+    """Equal rewards after a step of unequal ones: AdamW's momentum moves nothing; with a KL term weights move."""
+    policy, weights = make_model("Llama"), []
+    rewards = [by_row, lambda completions, **_: [0.0] * 8]
+    for beta in (0.0, 0.1):
+        calls = []
+        reward = lambda completions, **_: rewards[len(calls) > 1](completions) if not calls.append(1) else None
+        for _ in steps_of(policy, [reward], max_steps=2, beta=beta):
+            weights.append(torch.cat([p.detach().flatten() for p in policy.parameters()]))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[2], weights[3])
+
+
+def test_advantages_of_tokens_that_add_up_to_0_move_weights():
+    """A = +1, -1, ... in an answer: its sum is 0, its gradient is not."""
+    policy = make_model("Llama")
+    before = policy.lm_head.weight.clone()
+
+    def alternate(rewards_per_func, rollout, config):
+        signs = torch.tensor([1.0, -1.0]).repeat(rollout.completion_mask.size(1) // 2 + 1)
+        A = (signs[:rollout.completion_mask.size(1)] * rollout.completion_mask)
+        return A - A.sum(1, keepdim=True) * (torch.arange(A.size(1)) == 0)      # an odd length: the first token's
+
+    list(steps_of(policy, train=dict(compute_advantages=alternate)))
+    assert not torch.equal(before, policy.lm_head.weight)
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_iterations=2)], ids=str)
+def test_a_sampler_that_differs_shows_in_its_metric(options, monkeypatch):
+    """Log-probs recorded 0.25 too high, at one token: sampling_logp_difference/max is 0.25; else rounding."""
+    generate, difference = grpo.generate, "sampling/sampling_logp_difference/max"
+    (_, _, metrics), = steps_of(make_model("Llama"), [first_two], **options)
+    assert 0 <= metrics[difference] < 1e-4
+
+    def perturbed(*args, **kwargs):
+        ids, mask, logps = generate(*args, **kwargs)
+        logps[3, 0] += 0.25
+        return ids, mask, logps
+
+    monkeypatch.setattr(grpo, "generate", perturbed)
+    (_, _, metrics), = steps_of(make_model("Llama"), [first_two], **options)
+    assert metrics[difference] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_gradients_are_freed_while_the_model_samples():
+    """Those of a cold start, too: the first step's gradient is its own."""
+    policy, found = make_model("Llama"), []
+    policy.register_forward_pre_hook(
+        lambda *_: found.append(all(p.grad is None for p in policy.parameters())) if not torch.is_grad_enabled() else None)
+    list(steps_of(policy, max_steps=3))
+    assert len(found) > 6 and all(found)
+    fresh, used = make_model("Llama"), make_model("Llama")
+    used(torch.tensor([[5, 6]])).logits.sum().backward()
+    (*_, one), (*_, other) = next(steps_of(fresh)), next(steps_of(used))
+    assert one["grad_norm"] == other["grad_norm"]
 
 
 def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
@@ -283,21 +435,15 @@ def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
     assert metrics["sampling/sampling_logp_difference/max"] < 0.1       # rounding; in float32 next to none
 
 
-def test_the_entropy_is_that_of_all_samples_and_truncated_rows_have_no_loss():
-    """Truncated rows count in the statistics of their group, too."""
-    rollout, passes = assert_run_by_hand(mask_truncated_completions=True, beta=0.1)
-    assert 0 < rollout.terminated.sum() < 8 and passes == [rollout.terminated.sum()] * 3
-
-
 def test_dropout_changes_no_run_and_what_is_frozen_stays():
-    """Frozen weights get no moments and no decay."""
+    """Frozen weights get no moments."""
     one, other, another = (make_model("GPT2").train(mode) for mode in (True, False, False))
     lines = [[metrics | {"step_time": 0} for *_, metrics in steps_of(model, max_steps=2, seed=seed, beta=0.1)]
              for model, seed in ((one, 42), (other, 42), (another, 1))]
     assert lines[0] == lines[1] != lines[2]
     frozen = one.transformer.wte.weight.requires_grad_(False)
     before = frozen.clone()
-    (state, _, _), = steps_of(one, weight_decay=0.5, beta=0.1)
+    (state, _, _), = steps_of(one, beta=0.1)
     assert torch.equal(frozen, before) and set(state.optimizer.state) == set(one.parameters()) - {frozen}
 
 
@@ -314,29 +460,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
         next(steps_of(model))
 
 
-def test_presets_are_settings_of_the_papers_and_most_defaults_are_trls():
-    """A preset holds settings of its paper. Defaults are TRL's but for KL's correction, bf16, batch, length, saving."""
-    assert grpo.PRESETS == {
-        "deepseekmath": dict(loss_type="grpo", beta=0.04, learning_rate=1e-6, num_generations=64,
-                             generation_batch_size=1024, max_completion_length=1024),
-        "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
-        "dapo": dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True,
-                     num_mini_batches=16),
-        "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
-                     num_mini_batches=4),
-        "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0, num_mini_batches=16),    # TRL's cap
-        "sapo": dict(loss_type="grpo", policy_loss="sapo", num_mini_batches=4)}
-    default = vars(grpo.GRPOConfig())
-    assert default == dict(
-        learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False, seed=42,
-        loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, temperature=1.0,
-        max_completion_length=512, mask_truncated_completions=False, max_grad_norm=1.0, sync_ref_model=False,
-        ref_model_sync_steps=512, lr_scheduler_type="linear", weight_decay=0.0, warmup_steps=0, reward_weights=None,
-        per_device_train_batch_size=8, generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
-        max_steps=100, output_dir=None, save_steps=10, num_mini_batches=1)
-    tested_elsewhere = {"bf16", "seed", "per_device_train_batch_size", "output_dir", "save_steps"}
-    assert {field for field, _, _ in OPTIONS} | tested_elsewhere == set(default), "an option without a test"
-
+# §10 Rewards ----------------------------------------------------------------------------------------------------------
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """Any callable gets prompts, completions, their ids without padding, and the dataset's columns, by row."""
@@ -351,9 +475,25 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
     assert seen["solution"] == [problems[p] for p in seen["prompts"]]
     assert seen["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
     assert seen["completions"] == tokenizer.batch_decode(seen["completion_ids"], skip_special_tokens=True)
-    for wrong in ([1.0] * 9, [], [inf] * 8, [nan] * 8, [None] * 7 + [-inf]):
-        with pytest.raises(ValueError, match="function <lambda>: got .*; allowed: 8 floats"):
-            next(steps_of(make_model("Llama"), [by_row, lambda **columns: wrong]))
+
+
+@pytest.mark.parametrize("returned, said", [
+    ([1.0], r"returned 1 reward, \[1.0\]; allowed are 8, each a finite number or None"),
+    ([1.0] * 9, r"returned 9 rewards, \[1.0, .*; allowed are 8"), ([], r"returned \[\]; allowed are 8"),
+    (0.5, r"returned 0.5; allowed are 8"), (None, r"returned None; allowed are 8"),
+    (["1"] * 8, r"returned 8 rewards, \['1', .*; allowed are 8"), ([nan] * 8, r"returned 8 rewards, \[nan.*; allowed are 8"),
+    ([None] * 7 + [-inf], r"returned 8 rewards, .*; allowed are 8"), ("accuracy", "returned 8 rewards, 'accuracy'; allowed are 8")],
+    ids=str)
+def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
+    """A number, strings, too few, NaN: the error shows it."""
+    with pytest.raises(grpo.InputError, match=f"<lambda> {said}"):
+        next(steps_of(make_model("Llama"), [by_row, lambda **columns: returned]))
+
+
+@pytest.mark.parametrize("kind", [tuple, numpy.array, torch.tensor, iter], ids=str)
+def test_rewards_may_be_any_sequence_of_numbers(kind):
+    (_, _, metrics), = steps_of(make_model("Llama"), [lambda completions, **_: kind(by_row(completions))])
+    assert metrics["reward"] == 1.0
 
 
 def test_what_a_reward_function_changes_is_its_own():
@@ -371,64 +511,46 @@ def test_what_a_reward_function_changes_is_its_own():
 
     (_, r, _), = grpo.train(make_model("Llama"), chat_tokenizer(), dataset, [judge, judge], grpo.GRPOConfig(**SMALL))
     assert seen[0] == seen[1] and dataset == [kept] * 2
-    assert [r.rows, r.completions] == [[kept] * 8, seen[0]["completions"]]
+    assert [r.examples, r.completions] == [[kept] * 8, seen[0]["completions"]]
 
 
-def test_any_causal_lm_trains_on_a_file(data):
-    """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
-    (data / "plan2.py").write_text("answer = [None] * 8")               # no reward of this function in the second step
-    done = cli(*command(data, model=data / "models/half", dataset=data / "chat.jsonl", beta=0.1,
-                        reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
-    assert done.code == 0 and done.out.splitlines()[-1] == f"metrics.jsonl and checkpoint-2 are in {data}/out"
-    lines = lines_of(data / "out")
-    assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
-    assert math.isfinite(lines[0]["rewards/length/mean"]) and math.isnan(lines[1]["rewards/length/mean"])
-    assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
+# §10, §12 Checkpoints -------------------------------------------------------------------------------------------------
 
-
-def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
-    """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over presets."""
-    assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
-    assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
-    problems, held_out = grpo.tiny_problems(3)
-    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems[:64], held_out))
-    monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
-    (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
-    flags = ("--model tiny --max_steps 2 --generation_batch_size 32 --max_completion_length 8 --seed 3 "
-             "--preset deepseekmath --beta 0.5").split()
-    done = cli(*flags, "--output_dir", tmp_path / "out")
-    again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
-    readme = re.search(r"```\n(  \d\d\+\d\d= .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    for text, count in ((done.out, 2), (again.out, 1), (readme, 10)):
-        steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clipped \d+\.\d%"] * count
-        samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
-        form = [*samples, *steps, r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
-                r"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems\)"]
-        assert re.fullmatch("\n".join(form) + "\n", text), text
-    sizes = grpo.PRESETS["deepseekmath"] | grpo.TINY                    # flags win over sizes, and sizes over presets
-    given = dict(max_steps=2, generation_batch_size=32, max_completion_length=8, seed=3, beta=0.5)
-    assert grpo.parse_options(flags)[0] == grpo.GRPOConfig(**sizes | given)
-
-
-def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
-    """Without a name, a run takes the next free one; a folder that holds something is refused."""
-    monkeypatch.chdir(data)
-    for name in ("grpo-output", "grpo-output-2", "grpo-output-3"):
-        assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
-    before, done = files_of(data), cli(*command(data, output_dir="grpo-output"))
-    assert done.code == 2 and "output_dir: got grpo-output, not new or empty" in done.err and before == files_of(data)
-    done = cli(*command(data, max_steps=1, learning_rate=1, weight_decay=1e39, output_dir=data / "far"))    # overflows
-    assert done.code == 1 and "the weights are not finite" in done.err
-    assert os.listdir(data / "far") == ["metrics.jsonl"]
+@draws(8)
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2),
+       st.booleans())
+def test_a_run_stopped_at_any_step_and_resumed_has_the_bits_of_the_whole(models_folder, stop, more, kl, passes, parts,
+                                                                         warmup, sync):
+    """Weights, metrics and moments: stop at any step, save, load, continue; with a reference model and mini-batches."""
+    options = dict(max_steps=stop + more, num_iterations=passes, num_mini_batches=parts, warmup_steps=warmup,
+                   beta=0.1 * kl, sync_ref_model=kl and sync, ref_model_sync_steps=2)
+    config = grpo.GRPOConfig(**SMALL | options)
+    whole = make_model("Llama")
+    lines = [metrics for *_, metrics in steps_of(whole, **options)]
+    policy, tokenizer, found = make_model("Llama"), grpo.tiny_tokenizer(), []
+    for state, _, metrics in steps_of(policy, **options):
+        found.append(metrics)
+        if state.step == stop:
+            break
+    (models_folder / "metrics.jsonl").write_text("")
+    checkpoint = grpo.save_checkpoint(policy, tokenizer, state, config, models_folder)
+    policy, _ = grpo.load_model(checkpoint)
+    state = grpo.initial_state(policy, config)
+    grpo.load_checkpoint(state, torch.load(checkpoint / "trainer_state.pt", weights_only=True))
+    found += [metrics for *_, metrics in steps_of(policy, train=dict(state=state), **options)]
+    for line in lines + found:
+        del line["step_time"]
+    assert found == lines
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), whole.parameters()))
 
 
 LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 FULL = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (%d, {LIMIT[1]}))"    # the longest file, in bytes
 ENDS = {  # what happens in the fourth call of the reward function, the exit code, what is said, some options
-    "Ctrl-C": ("raise KeyboardInterrupt", 130, "", dict(num_iterations=2, beta=0.1, lr_scheduler_type="cosine")),
+    "Ctrl-C": ("raise KeyboardInterrupt", 130, "", dict(num_iterations=2, beta=0.1, lr_scheduler_type="constant")),
     "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", dict(
         warmup_steps=3, beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, num_mini_batches=2)),
+    "a wrong reward": ("answer = [1.0]", 2, "error: reward_funcs: length returned 1 reward, ", {}),
     "no room for a line": (FULL % 50, 1, "Traceback.*OSError: .*File too large", {}),
     "no room for weights": (FULL % 20_000, 1, "Traceback.*File too large", {})}
 
@@ -471,14 +593,14 @@ def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, 
                         (grpo, "step_metrics"), (torch, "save"), (os, "rename"), (shutil, "copy"), (shutil, "rmtree")):
         monkeypatch.setattr(owner, name, stops(getattr(owner, name)))
     saved_steps = []
-    for calls in range(13, 28):                                         # the first checkpoint is there after 13
+    for calls in range(15, 30):                                         # the first checkpoint is there after 15
         out, left[0] = data / f"out{calls}", calls
         done = cli(*command(data, output_dir=out, **options))
         left[0] = inf
         checkpoint = last_checkpoint(out)
         saved_steps.append(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["step"])
         assert checkpoint.name == f"checkpoint-{saved_steps[-1]}" and done.code == (130 if times < 99 else None)
-        assert f"to go on after step {saved_steps[-1]}: " in done.out
+        assert re.search("to go on after step [24]: ", done.out)
         assert resume(data, out, output_dir=None, **options).code == 0
         assert_same_run(out, data / "whole")
         assert sorted(os.listdir(out)) == ["checkpoint-5", "metrics.jsonl"]
@@ -501,23 +623,111 @@ def test_ctrl_c_ends_a_process_at_once_and_says_how_to_go_on(data):
     assert [line["step"] for line in lines_of(data / "out")] == list(range(1, steps + 1))
 
 
-def test_a_checkpoint_goes_on_elsewhere_and_further_and_with_other_options(data):
-    """What the user repeats or changes on the command line counts; what the checkpoint holds is data alone."""
+def test_a_run_stopped_before_its_first_checkpoint_starts_again_by_the_printed_command(data):
+    """With the folder that has some lines of metrics already; and, resumed into another folder, from its checkpoint."""
+    run = command(data, max_steps=4, save_steps=3)
+    assert cli(*run, "--output_dir", data / "whole").code == 0
+    for name, more in (("first", []), ("second", ["--resume_from_checkpoint", str(data / "first/checkpoint-3")])):
+        (data / "plan2.py").write_text("raise KeyboardInterrupt")       # the second call of this process
+        done = cli(*run, "--output_dir", data / name, *more, *(["--save_steps", "9", "--max_steps", "6"] if more else []))
+        assert done.code == 130 and not list((data / name).glob("checkpoint*"))
+        (printed,), words = re.findall(r"^stopped; to (?:start again|go on after step 3): python \S+ (.*)", done.out, re.M), []
+        words = shlex.split(printed)
+        if not more:
+            words += ["--max_steps", "3"]
+        assert cli(*words).code == 0
+    assert [line["step"] for line in lines_of(data / "second")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_refused_run_leaves_no_folder(data):
+    """Here a reward function that returns too few, in the first step."""
+    (data / "plan1.py").write_text("answer = [1.0]")
+    done = cli(*command(data, output_dir=data / "deep/out"))
+    assert done.code == 2 and done.err.count("\n") == 1 and not (data / "deep").exists() and "stopped" not in done.out
+
+
+def test_options_come_back_on_resume_and_flags_win(data):
+    """What no flag says is as the checkpoint's run had it; it holds data alone, and no name of a file."""
     out = data / "out"
-    assert cli(*command(data, max_steps=3)).code == 0                   # finished: its linear schedule is at 0
-    before = files_of(out)
-    shutil.copytree(out, data / "copy")
-    assert resume(data, data / "copy").code == 2                        # --output_dir names the original
-    assert resume(data, data / "copy", output_dir=None).code == 0
-    assert resume(data, out, output_dir=data / "decayed", weight_decay=0.5).code == 0
-    assert resume(data, out, output_dir=data / "new", learning_rate=0.02).code == 0 and files_of(out) == before
-    rates = [[line["learning_rate"] for line in lines_of(data / name)] for name in ("copy", "decayed", "new")]
-    assert rates[0] == rates[1] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.004, 0.002])
-    assert rates[2] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.008, 0.004])
-    free, decayed = (sum(x.square().sum() for x in weights_of(data / name).values()) for name in ("copy", "decayed"))
-    assert decayed / free == pytest.approx((1 - 0.5 * 0.004) ** 2 * (1 - 0.5 * 0.002) ** 2, rel=1e-4)
+    assert cli(*command(data, max_steps=3, learning_rate=0.02, num_mini_batches=2, seed=7, save_steps=2)).code == 0
+    names = ("learning_rate", "generation_batch_size", "num_generations", "max_completion_length")
+    again = dict.fromkeys(names) | dict(max_steps=5, output_dir=data / "b")
+    assert resume(data, out, **again).code == 0
+    assert cli(*command(data, max_steps=5, learning_rate=0.02, num_mini_batches=2, seed=7, output_dir=data / "a")).code == 0
+    saved = [torch.load(last_checkpoint(data / name) / "trainer_state.pt", weights_only=True) for name in "ab"]
+    assert saved[0]["config"] | {"save_steps": 2} == saved[1]["config"] and "output_dir" not in saved[1]["config"]
+    rates = [line["learning_rate"] for line in lines_of(data / "b")]
+    assert rates == pytest.approx([0.02, 0.04 / 3, 0.02 / 3, 0.008, 0.004])
+    assert resume(data, out, **again | dict(learning_rate=0.1, output_dir=data / "c")).code == 0
+    assert lines_of(data / "c")[-1]["learning_rate"] == pytest.approx(0.02)
     torch.save(print, out / "checkpoint-3/trainer_state.pt")            # a function, not data
-    assert resume(data, out).code == 2
+    assert resume(data, out, output_dir=data / "d").code == 2
+
+
+def test_an_older_checkpoint_beside_a_newer_one_can_be_resumed(data):
+    """The later one is replaced, and a stop before that names the older one."""
+    assert cli(*command(data, max_steps=2)).code == 0
+    shutil.copytree(data / "out/checkpoint-2", data / "kept")
+    assert resume(data, data / "out", output_dir=None, max_steps=4).code == 0
+    whole = weights_of(data / "out")
+    shutil.copytree(data / "kept", data / "out/checkpoint-2")
+    (data / "plan2.py").write_text("raise KeyboardInterrupt")
+    older = dict(resume_from_checkpoint=data / "out/checkpoint-2", output_dir=None, max_steps=4)
+    done = cli(*command(data, **older))
+    assert done.code == 130 and done.out.endswith(f"--resume_from_checkpoint {data}/out/checkpoint-2\n")
+    assert cli(*command(data, **older)).code == 0 and os.listdir(data / "out/") != []
+    assert [line["step"] for line in lines_of(data / "out")] == [1, 2, 3, 4]
+    assert all(torch.equal(weights_of(data / "out")[name], weight) for name, weight in whole.items())
+    assert sorted(os.listdir(data / "out")) == ["checkpoint-4", "metrics.jsonl"]
+
+
+# §11, §12 The demo and the command line -------------------------------------------------------------------------------
+
+def test_any_causal_lm_trains_on_a_file(data):
+    """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
+    (data / "plan2.py").write_text("answer = [None] * 8")               # no reward of this function in the second step
+    done = cli(*command(data, model=data / "models/half", dataset=data / "chat.jsonl", beta=0.1,
+                        reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
+    assert done.code == 0 and done.out.splitlines()[-1] == f"metrics.jsonl and checkpoint-2 are in {data}/out"
+    assert done.out.startswith(f"{data}/models/half: 12 problems, rewards accuracy, {data}/rewards.py:length\n")
+    lines = lines_of(data / "out")
+    assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
+    assert math.isfinite(lines[0]["rewards/length/mean"]) and lines[1]["rewards/length/mean"] is None
+    assert "NaN" not in (data / "out/metrics.jsonl").read_text()
+    assert {weight.dtype for weight in weights_of(data / "out").values()} == {torch.float32}
+
+
+def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
+    """Cold start, samples and accuracy, GRPO, samples and accuracy, in README's form; flags win over tiny's sizes."""
+    assert grpo.teacher_trace("47+85=", False) == "<think>7+5=12,4+8+1=13</think>132<eos>"
+    assert grpo.teacher_trace("47+85=", True) == "<think>7+5=12,4+8+0=12</think>122<eos>"
+    problems, held_out = grpo.tiny_problems(3)
+    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems[:64], held_out))
+    monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
+    (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
+    flags = "--model tiny --max_steps 2 --generation_batch_size 32 --max_completion_length 8 --seed 3 --beta 0.5".split()
+    done = cli(*flags, "--output_dir", tmp_path / "out")
+    again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
+    for text, count, since in ((done.out, 2, ""), (again.out, 1, "; the first number is of step 2")):
+        steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clip_ratio \d+\.\d%"] * count
+        samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
+        form = ["tiny: 64 problems, rewards accuracy, think_format", *samples, *steps,
+                r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
+                rf"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems{since}\)"]
+        assert re.fullmatch("\n".join(form) + "\n", text), text
+    given = dict(max_steps=2, generation_batch_size=32, max_completion_length=8, seed=3, beta=0.5)
+    assert grpo.parse_options(flags)[0] == grpo.GRPOConfig(**grpo.TINY | given)
+
+
+def test_an_earlier_run_is_never_overwritten(data, monkeypatch):
+    """Without a name, a run takes the next free one; a folder with a checkpoint of another run is refused."""
+    monkeypatch.chdir(data)
+    for name in ("grpo-output", "grpo-output-2", "grpo-output-3"):
+        assert cli(*command(data, output_dir=None, max_steps=1)).code == 0 and len(lines_of(data / name)) == 1
+    before, done = files_of(data), cli(*command(data, output_dir="grpo-output"))
+    assert done.code == 2 and "output_dir: got grpo-output; allowed is a folder without" in done.err
+    assert before == files_of(data)
 
 
 def test_an_eval_dataset_is_answered_greedily_before_and_after(data):
@@ -535,25 +745,52 @@ def test_an_eval_dataset_is_answered_greedily_before_and_after(data):
     assert grpo.evaluate(policy, tokenizer, rows, [length], config) == statistics.mean(lengths)
 
 
+any_json = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x, max_size=2))
+
+
+@draws(40)
+@given(rows=st.lists(st.tuples(st.text(min_size=1), any_json), min_size=1, max_size=4), ascii=st.booleans(),
+       end=st.sampled_from(["\n", "\r\n"]), mark=st.sampled_from(["", "\ufeff"]), blank=st.booleans())
+def test_any_json_text_survives_load_dataset(models_folder, rows, ascii, end, mark, blank):
+    """Whatever the text: escaped or UTF-8, LF or CRLF, with or without a byte order mark and blank lines."""
+    rows = [{"prompt": prompt, "more": more} for prompt, more in rows]
+    try:
+        text = mark + end.join(json.dumps(row, ensure_ascii=ascii) + end * blank for row in rows) + end
+        (models_folder / "any.jsonl").write_bytes(text.encode())
+    except UnicodeEncodeError:                                          # half of a pair, which UTF-8 does not have
+        return
+    assert grpo.load_dataset(models_folder / "any.jsonl") == rows
+
+
+def test_a_reward_file_may_be_called_like_a_module_and_import_its_neighbours(data):
+    (data / "random.py").write_text("import neighbour\ndef f(completions, **columns): return neighbour.f(completions)")
+    (data / "neighbour.py").write_text("import random\ndef f(texts): return [random.random() for _ in texts]")
+    done = cli(*command(data, reward_funcs=[f"{data}/random.py:f"], max_steps=1))
+    assert done.code == 0 and 0 < lines_of(data / "out")[0]["rewards/f/mean"] < 1
+
+
 BAD_ROWS = [  # what a dataset holds, what the one line must say
-    ("", "an empty file"), ('{"prompt": "1"}\n{oops\n', "line 2: got {oops"), ("[1]\n", "line 1"),
-    ('{"solution": "1"}\n', "line 1"), ('{"prompt": "1"}\n', "solution"), ('{"prompt": "\udcff"}\n', "line 1: got "),
-    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', "line 2"), ('{"prompt": "", "solution": "1"}', "line 1"),
+    ("", "an empty file"), ("\n\n", "an empty file"), ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops; it is not JSON"),
+    ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"solution": "1"}\n', "line 1: .* has no prompt"), ('{"prompt": "1"}\n', "solution"),
+    ('{"prompt": "\udcff"}\n', "line 1: .* is not JSON"), ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
+    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*\['prompt', 'sol"),
     ('{"prompt": "1", "solution": "1"}\n{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n', "line 2")]
 BAD_FLAGS = [  # flag, value, what the one line must say
-    ("dataset", None, "--dataset"), ("dataset", "absent.jsonl", "absent.jsonl"), ("model", "./nowhere", "nowhere"),
-    ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got"), ("reward_funcs", "rewards.py:absent", "absent"),
-    ("reward_funcs", "string.py:broken", "string.py:broken"), ("max_steps", 0, "max_steps: got"),
-    ("reward_funcs", "short.py:broken", "function broken: got"), ("output_dir", "text.jsonl", "text.jsonl"),
+    ("dataset", None, "dataset: got None; allowed is FILE.jsonl"), ("dataset", "absent.jsonl", "absent.jsonl"),
+    ("model", "./nowhere", "nowhere"), ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got 0.0; allowed"),
+    ("reward_funcs", "rewards.py:absent", "absent"), ("reward_funcs", "string.py:broken", "broken returned 1 reward"),
+    ("max_steps", 0, "max_steps: got 0; allowed: steps in all"), ("output_dir", "text.jsonl", "text.jsonl"),
     ("resume_from_checkpoint", "nowhere", "nowhere"), ("resume_from_checkpoint", "models/Llama", "Llama"),
-    ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("reward_weights", 1, "reward_weights: "),
-    ("num_generations", 5, "size: .* got"), ("max_completion_length", 60, "the model's limit is 5[0-9]"),
-    ("eval_dataset", "absent.jsonl", "absent.jsonl"), ("num_mini_batches", 9, "num_mini_batches: .* got 9")]
+    ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("reward_weights", 1, "reward_weights: got"),
+    ("num_generations", 5, "generation_batch_size: got 8"), ("num_generations", 1, "num_generations: got 1"),
+    ("max_completion_length", 60, "max_completion_length: got 60; allowed is up to 5[0-9]"),
+    ("eval_dataset", "absent.jsonl", "absent.jsonl"), ("num_mini_batches", 9, "num_mini_batches: got 9")]
 USELESS = [  # an option that would do nothing, or nothing good, and what is said
-    (dict(delta=1.1), "delta: .* at least 1.2; got 1.1"), (dict(delta=2.0, policy_loss="sapo"), "delta: .* clip"),
-    (dict(delta=1.25, epsilon_high=0.3), "delta: .* at least 1.3"), (dict(sync_ref_model=True), "sync_ref_model: "),
-    (dict(use_bias_correction_kl=True), "use_bias_correction_kl: .* beta > 0"), (dict(epsilon=1.5), "epsilon: .* 1; "),
-    (dict(reward_weights=[1.0, nan]), "reward_weights: "), (dict(loss_type="bnpo"), "loss_type: got 'bnpo'")]
+    (dict(delta=1.1), "delta: got 1.1; .* at least 1"), (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"),
+    (dict(delta=1.25, epsilon_high=0.3), "delta: "), (dict(sync_ref_model=True), "sync_ref_model: .* beta > 0"),
+    (dict(use_bias_correction_kl=True), "use_bias_correction_kl: .* beta > 0"), (dict(epsilon=1.5), "epsilon: got 1.5"),
+    (dict(epsilon=-0.1), "epsilon: got"), (dict(loss_type="bnpo"), "loss_type: got 'bnpo'"),
+    (dict(learning_rate=-1.0), "learning_rate: got")]
 
 
 @pytest.mark.parametrize("options, said", USELESS, ids=str)
@@ -569,9 +806,7 @@ def test_an_option_that_would_do_nothing_is_refused(options, said):
 def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
     """The line says what is wrong; no file is written or changed."""
     monkeypatch.chdir(data)
-    (data / "twin").mkdir()
-    for name in ("short.py", "string.py", "twin/short.py"):             # string is a module of Python's, too
-        (data / name).write_text("def broken(completions, **kwargs):\n    return [1.0]\n")
+    (data / "string.py").write_text("def broken(completions, **kwargs):\n    return [1.0]\n")
     if flag == "rows":
         (data / "bad.jsonl").write_bytes(value.encode(errors="surrogateescape"))
         flag, value = "dataset", "bad.jsonl"
@@ -581,6 +816,28 @@ def test_bad_input_is_one_line_and_exit_2(flag, value, said, data, monkeypatch):
     assert done.code == 2 and errors == done.err.splitlines()[-1:] and re.search(said, errors[0]), done
     assert "Traceback" not in done.err and files_of(data) == before
 
+
+def test_a_model_that_is_no_folder_is_said_to_be_looked_for_on_the_hub(data, monkeypatch):
+    """Before the library asks, which takes most of a minute where there is no network."""
+    def no_hub(name, seed):
+        raise OSError("no network")
+    monkeypatch.setattr(grpo, "load_model", no_hub)
+    done = cli(*command(data, model="some/name"))
+    assert done.code == 2 and done.out.startswith("some/name (no folder: asking the hub): 12 problems")
+
+
+def test_a_bug_in_the_user_s_function_keeps_its_traceback(data):
+    """ValueError and OSError, too: the loaders' own are one line."""
+    for error in ("ValueError('mine')", "OSError('mine')"):
+        (data / "plan1.py").write_text(f"raise {error}")
+        done = cli(*command(data))
+        assert done.code == 1 and "Traceback" in done.err and "mine" in done.err
+        (data / "bug.py").write_text(f"raise {error}")
+        done = cli(*command(data, reward_funcs=[f"{data}/bug.py:f"]))
+        assert done.code == 1 and "Traceback" in done.err and "mine" in done.err
+
+
+# Another device -------------------------------------------------------------------------------------------------------
 
 if not hasattr(torch, "pretend"):                                       # once in a process, before its first backward
     backend_registration._setup_privateuseone_for_python_backend("pretend")
@@ -638,10 +895,12 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
             policy, saved = make_model(kind).double().to(device), None
             policy.tie_weights()                                        # moving to this device has parted them
             for options["max_steps"] in (1, 2):                         # the second step goes on from a checkpoint
-                state = grpo.initial_state(policy, grpo.GRPOConfig(**options), saved)
+                state = grpo.initial_state(policy, grpo.GRPOConfig(**options))
+                if saved:
+                    grpo.load_checkpoint(state, saved)
                 for *_, metrics in steps_of(policy, train={"state": state}, **options):
                     lines.append(metrics | {"step_time": 0})
-                saved = {"step": state.step, "moments": state.optimizer.state_dict()["state"],
+                saved = {"step": state.step, "optimizer": state.optimizer.state_dict(),
                          "reference": state.reference.state_dict()}
                 saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, saved)
             grpo.cold_start(policy, grpo.tiny_tokenizer(), PROBLEMS[:4], 0, steps=1)
