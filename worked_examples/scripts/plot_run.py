@@ -34,7 +34,7 @@ def draw(runs):
     panels = [name for name in PANELS if any(name in line for lines in runs.values() for line in lines)]
     if not panels:
         raise ValueError(f"there is none of the metrics {', '.join(PANELS)}")
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.2), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(2.8 * len(panels), 3), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], panels):
         for number, (run, lines) in enumerate(runs.items()):
             steps = [line["step"] for line in lines if line.get(name) is not None]
