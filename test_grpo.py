@@ -327,18 +327,14 @@ def entropy_of(logits):
     return grpo.entropy_from_logits(f64(logits)[None, None])[0, 0]
 
 
-def test_selective_log_softmax_matches_the_worked_numbers():
-    """log p = z - log Σ exp(z): logits 2, 1, 0 at the temperatures 1 and 0.5 (page 8)"""
-    expect(log_softmax_of([2.0, 1.0, 0.0]), [-0.4076, -1.4076, -2.4076], 5e-5)
-    expect(log_softmax_of([4.0, 2.0, 0.0]), [-0.1429, -2.1429, -4.1429], 5e-5)
-
-
 any_three_logits = st.lists(any_logit, min_size=3, max_size=3)
 
 
 @given(st.lists(st.tuples(any_three_logits, st.integers(0, 2)), min_size=1, max_size=3))
-def test_selective_log_softmax_matches_the_oracle(rows):
-    """log p(o) = z_o - log Σ_v exp(z_v) at each position, and no position sees another"""
+def test_selective_log_softmax_matches_the_worked_numbers_and_the_oracle(rows):
+    """log p(o) = z_o - log Σ_v exp(z_v) at each position; logits 2, 1, 0 at temperatures 1, 0.5 (page 8)"""
+    expect(log_softmax_of([2.0, 1.0, 0.0]), [-0.4076, -1.4076, -2.4076], 5e-5)
+    expect(log_softmax_of([4.0, 2.0, 0.0]), [-0.1429, -2.1429, -4.1429], 5e-5)
     logits, index = f64([[z] for z, _ in rows]), torch.tensor([[o] for _, o in rows])
     want = [oracle_log_softmax(z)[o] for z, o in rows]
     expect(grpo.selective_log_softmax(logits, index)[:, 0], want)
@@ -352,14 +348,10 @@ def test_selective_log_softmax_adds_up_to_1_and_does_not_see_a_shift_of_the_logi
     expect(log_softmax_of([z + 1000 for z in logits]), log_softmax_of(logits))
 
 
-def test_entropy_from_logits_matches_the_worked_numbers():
-    """H = -Σ p·log p: logits 2, 1, 0 (page 8)"""
-    expect(entropy_of([2.0, 1.0, 0.0]), 0.8324, 5e-5)
-
-
 @given(any_logits)
-def test_entropy_from_logits_matches_the_oracle(logits):
-    """H = -Σ_v p_v·log p_v in nats"""
+def test_entropy_from_logits_matches_the_worked_numbers_and_the_oracle(logits):
+    """H = -Σ_v p_v·log p_v in nats; logits 2, 1, 0 (page 8)"""
+    expect(entropy_of([2.0, 1.0, 0.0]), 0.8324, 5e-5)
     expect(entropy_of(logits), -sum(math.exp(x) * x for x in oracle_log_softmax(logits)))
 
 
@@ -544,35 +536,22 @@ def test_importance_ratio_matches_the_worked_numbers(log_ratios, options, want):
 
 
 @given(answers(any_logp, any_logp))
-def test_importance_ratio_matches_the_oracle(rows):
-    """ρ = exp(log π - log π_old) at each token (DeepSeekMath eq. 3)"""
+def test_importance_ratio_matches_the_oracle_and_has_itself_as_its_slope(rows):
+    """ρ = exp(log π - log π_old) (DeepSeekMath eq. 3), ∂ρ/∂log π = ρ: the on-policy ratio is 1 and teaches"""
     logps, old, mask = columns(rows)
     want = [ratio for row in rows for ratio in oracle_ratios(row)]
     expect(grpo.importance_ratio(logps, old, mask)[mask == 1], want)
-
-
-@given(answers(any_logp, any_logp))
-def test_importance_ratio_has_itself_as_its_slope(rows):
-    """∂ρ/∂log π = ρ: the on-policy ratio is 1 and still teaches"""
-    logps, old, mask = columns(rows)
-    want = [ratio for row in rows for ratio in oracle_ratios(row)]
     expect(slope(lambda x: grpo.importance_ratio(x, old, mask), logps)[mask == 1], want)
 
 
 @given(answers(any_logp, any_logp))
-def test_importance_ratio_of_a_sequence_matches_the_oracle(rows):
-    """s = exp(1/|o|·Σ log ρ_t), one for each answer, (B, 1) (GSPO eq. 7)"""
+def test_importance_ratio_of_a_sequence_matches_the_oracle_in_value_and_slope(rows):
+    """s = exp(1/|o|·Σ log ρ_t), one for each answer, (B, 1) (GSPO eq. 7); ∂s/∂log π_t = s/|o| at each token"""
     logps, old, mask = columns(rows)
-    want = [oracle_ratios(row, "sequence")[:1] for row in rows]
-    expect(grpo.importance_ratio(logps, old, mask, **SEQUENCE), want)
-
-
-@given(answers(any_logp, any_logp))
-def test_importance_ratio_of_a_sequence_has_a_share_of_itself_as_its_slope(rows):
-    """∂s/∂log π_t = s/|o|: each token of the answer moves it alike"""
-    logps, old, mask = columns(rows)
-    want = [ratio / len(row) for row in rows for ratio in oracle_ratios(row, "sequence")]
-    expect(slope(lambda x: grpo.importance_ratio(x, old, mask, **SEQUENCE), logps)[mask == 1], want)
+    ratios = [oracle_ratios(row, "sequence") for row in rows]
+    expect(grpo.importance_ratio(logps, old, mask, **SEQUENCE), [row[:1] for row in ratios])
+    slopes = slope(lambda x: grpo.importance_ratio(x, old, mask, **SEQUENCE), logps)
+    expect(slopes[mask == 1], [ratio / len(row) for row in ratios for ratio in row])
 
 
 @with_options({}, SEQUENCE)
@@ -603,31 +582,15 @@ def test_importance_ratio_turns_means_under_the_old_policy_into_means_under_the_
     expect((old * rho * f).sum(), (new * f).sum())
 
 
-every_clip_range = pytest.mark.parametrize("low, high, epsilons", [
+@pytest.mark.parametrize("low, high, epsilons", [
     (0.8, 1.2, ()), (0.9, 1.55, (0.1, 0.55))], ids=str)                 # the default; DAPO raises ε_high
-
-
-@every_clip_range
 @given(any_ratio)
-def test_clip_ratio_matches_the_oracle(low, high, epsilons, rho):
-    """clip(ρ) = min(max(ρ, 1 - ε_low), 1 + ε_high)"""
-    expect(grpo.clip_ratio(f64(rho), *epsilons), min(max(rho, low), high))
-
-
-@every_clip_range
-@given(any_ratio)
-def test_clip_ratio_has_a_slope_inside_the_range_alone(low, high, epsilons, rho):
-    """∂clip(ρ)/∂ρ = 1 in 1 - ε_low ... 1 + ε_high, 0 outside"""
-    got = slope(lambda x: grpo.clip_ratio(x, *epsilons), f64(rho))
-    expect(got, 1.0 if low < rho < high else 0.0)
-
-
-@every_clip_range
-@given(any_ratio)
-def test_clip_ratio_twice_is_once(low, high, epsilons, rho):
-    """clip(clip(ρ)) = clip(ρ)"""
-    once = grpo.clip_ratio(f64(rho), *epsilons)
-    expect(grpo.clip_ratio(once, *epsilons), once)
+def test_clip_ratio_matches_the_oracle_in_value_and_slope_and_twice_is_once(low, high, epsilons, rho):
+    """clip(ρ) = min(max(ρ, 1 - ε_low), 1 + ε_high) = clip(clip(ρ)); ∂clip/∂ρ = 1 in the range, 0 outside"""
+    clipped = grpo.clip_ratio(f64(rho), *epsilons)
+    expect(clipped, min(max(rho, low), high))
+    expect(slope(lambda x: grpo.clip_ratio(x, *epsilons), f64(rho)), 1.0 if low < rho < high else 0.0)
+    expect(grpo.clip_ratio(clipped, *epsilons), clipped)
 
 
 def oracle_surrogate(rho, A, epsilon_low=0.2, epsilon_high=0.2, delta=inf):
@@ -679,20 +642,6 @@ def test_clipped_surrogate_loss_never_promises_more_than_the_plain_one(rho, A):
     expect(loss, loss.clamp(min=plain))
     if 0.8 < rho < 1.2:
         expect(loss, plain)
-
-
-every_policy_loss = pytest.mark.parametrize("name, policy_loss", [
-    ("clipped_surrogate_loss", lambda logps, rho, A: grpo.clipped_surrogate_loss(rho, A)),
-    ("cispo_loss", lambda logps, rho, A: grpo.cispo_loss(logps, rho, A)),
-    ("sapo_loss", lambda logps, rho, A: grpo.sapo_loss(rho, A))])
-
-
-@every_policy_loss
-@given(any_logp, any_ratio, any_advantage, grid(0, 4, 0.5))
-def test_a_weight_of_a_token_goes_into_its_advantage(name, policy_loss, p, rho, A, w):
-    """w·l(ρ, A) = l(ρ, w·A) for w >= 0: an entropy mask, a sampler's correction multiply the advantages"""
-    p, rho, A = f64([[p]]), f64([[rho]]), f64([[A]])
-    expect(policy_loss(p, rho, w * A), w * policy_loss(p, rho, A))
 
 
 # §5 KL ------------------------------------------------------------------------------------------------------
@@ -767,12 +716,9 @@ def gradient_of_kl(p, q):
 def test_kl_estimate_teaches_what_the_table_says(options, teaches, p, q):
     """Samples held fixed: E ∇k1 = 0, E ∇k2 = ∇KL(π‖π_ref), E ∇k3 = ∇KL(π_ref‖π)"""
     got = mean_gradient(lambda logps: grpo.kl_estimate(logps, f64(q).log(), **options), p)
-    if teaches == "nothing":
-        expect(got, [0.0] * 3)
-    elif teaches == "∇KL(π‖π_ref)":
-        expect(got, gradient_of_kl(p, q))
-    else:
-        expect(got, [x - y for x, y in zip(p, q)])
+    want = {"nothing": [0.0] * 3, "∇KL(π‖π_ref)": gradient_of_kl(p, q),
+            "∇KL(π_ref‖π)": [x - y for x, y in zip(p, q)]}
+    expect(got, want[teaches])
 
 
 @given(any_distribution, any_distribution)
@@ -873,16 +819,10 @@ def test_aggregate_of_microbatches_adds_up_to_the_whole(loss_type, parts, random
 @pytest.mark.parametrize("loss_type, want", [                                                   # page 5
     ("grpo", 2 / 3), ("bnpo", 1), ("dr_grpo", 1 / 3), ("dapo", 1)])
 def test_aggregate_counts_an_answer_without_a_token(loss_type, want):
-    """Lengths 2, 0, 8: it adds 0 and is one of the three rows"""
+    """Lengths 2, 0, 8: it adds 0 and is one of three rows; no token, or no answer: 0, not 0/0"""
     expect(aggregate_of([[(1.0,)] * 2, [], [(1.0,)] * 8], loss_type, T_max=10), want)
-
-
-@beyond("empty")
-@every_loss_type
-@pytest.mark.parametrize("B", [3, 0])
-def test_aggregate_without_a_token_is_0(B, loss_type):
-    """Answers without a token alone, or no answers: 0, not 0/0"""
-    expect(grpo.aggregate(torch.ones(B, 8), torch.zeros(B, 8), **of_type(loss_type)), 0.0)
+    for B in (3, 0):
+        expect(grpo.aggregate(torch.ones(B, 8), torch.zeros(B, 8), **of_type(loss_type)), 0.0)
 
 
 @beyond("shapes")
@@ -898,13 +838,17 @@ def test_aggregate_of_one_loss_for_each_answer_is_that_of_its_tokens(loss_type, 
 # §8 Two other policy terms, before the loss that is made of them --------------------------------------------
 
 @pytest.mark.parametrize("name, policy_loss, want", [                                           # page 10
-    ("clipped_surrogate_loss", lambda p, A: grpo.clipped_surrogate_loss(p.exp(), A), [0.5, 1, 0, 0]),
-    ("cispo_loss", lambda p, A: grpo.cispo_loss(p, p.exp(), A), [0.5, 1, 1.5, 5]),
-    ("sapo_loss", lambda p, A: grpo.sapo_loss(p.exp(), A), [0.47, 1, 1.41, 0.1596])])
-def test_a_policy_loss_weights_a_token_as_worked(name, policy_loss, want):
-    """-∂l/∂log π at A = 1, ρ = 0.5, 1, 1.5, 6: ρ or 0; CISPO min(ρ, 5); SAPO 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1))"""
+    ("clipped_surrogate_loss", lambda logps, rho, A: grpo.clipped_surrogate_loss(rho, A), [0.5, 1, 0, 0]),
+    ("cispo_loss", lambda logps, rho, A: grpo.cispo_loss(logps, rho, A), [0.5, 1, 1.5, 5]),
+    ("sapo_loss", lambda logps, rho, A: grpo.sapo_loss(rho, A), [0.47, 1, 1.41, 0.1596])])
+@given(any_logp, any_ratio, any_advantage, grid(0, 4, 0.5))
+def test_a_policy_loss_weights_a_token_as_worked_and_a_weight_goes_into_A(name, policy_loss, want, p, rho, A, w):
+    """-∂l/∂log π at A = 1, ρ = 0.5, 1, 1.5, 6: ρ or 0; CISPO min(ρ, 5); SAPO 4ρ·σ(ρ - 1)·(1 - σ(ρ - 1));
+    w·l(ρ, A) = l(ρ, w·A) for w >= 0: an entropy mask, a sampler's correction multiply the advantages"""
     logps = f64([[0.5, 1.0, 1.5, 6.0]]).log()
-    expect(-slope(lambda p: policy_loss(p, f64([[1.0]])), logps), [want], 5e-5)
+    expect(-slope(lambda x: policy_loss(x, x.exp(), f64([[1.0]])), logps), [want], 5e-5)
+    p, rho, A = f64([[p]]), f64([[rho]]), f64([[A]])
+    expect(policy_loss(p, rho, w * A), w * policy_loss(p, rho, A))
 
 
 @with_options({}, dict(epsilon_high=1.3))
@@ -1214,40 +1158,31 @@ def test_grpo_loss_metrics_on_the_edge_of_the_range_count_nothing(rows):
 
 
 every_kind_of_loss = with_options({}, SEQUENCE, CISPO, SAPO)
-given_parts = given(st.lists(any_rated_answers, min_size=1, max_size=3))
+any_parts = st.lists(any_rated_answers, min_size=1, max_size=3)
 
 
 @every_type_of_a_whole_batch
 @every_kind_of_loss
-@given_parts
-def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, loss_type, parts):
-    """Σ loss(part; rows and tokens of the whole) = loss(whole), whatever the split; not bnpo"""
+@given(any_parts)
+def test_grpo_loss_of_microbatches_adds_up_to_the_whole_in_value_and_slope(options, loss_type, parts):
+    """Σ loss(part; rows and tokens of the whole) = loss(whole), and so ∂ at each token; not bnpo"""
     whole, options = sum(parts, []), options | of_type(loss_type) | dict(beta=0.1)
     of_parts = [loss_of(part, **options, **counts_of(whole))[0] for part in parts]
     expect(sum(of_parts), loss_of(whole, **options)[0])
-
-
-@every_type_of_a_whole_batch
-@every_kind_of_loss
-@given_parts
-def test_grpo_loss_of_microbatches_has_the_slope_of_the_whole(options, loss_type, parts):
-    """∂loss(part; rows and tokens of the whole) = ∂loss(whole) at each token of the part; not bnpo"""
-    whole, options = sum(parts, []), options | of_type(loss_type) | dict(beta=0.1)
-    of_parts = [slopes_of(part, **options, **counts_of(whole)) for part in parts]
-    expect(torch.cat(of_parts), slopes_of(whole, **options))
+    slopes = [slopes_of(part, **options, **counts_of(whole)) for part in parts]
+    expect(torch.cat(slopes), slopes_of(whole, **options))
 
 
 @beyond("metrics")
 @every_type_of_a_whole_batch
 @every_kind_of_loss
-@given_parts
+@given(any_parts)
 def test_grpo_loss_metrics_of_microbatches_add_up_to_those_of_the_whole(options, loss_type, parts):
     """Σ metric(part; rows and tokens of the whole) = metric(whole): shares of all tokens"""
     whole, options = sum(parts, []), options | of_type(loss_type) | dict(beta=0.1)
     of_parts = [loss_of(part, **options, **counts_of(whole))[1] for part in parts]
     of_whole = loss_of(whole, **options)[1]
-    sums = [sum(metrics[name] for metrics in of_parts) for name in of_whole]
-    expect(f64(sums), f64(list(of_whole.values())))
+    expect(f64([sum(metrics[name] for metrics in of_parts) for name in of_whole]), list(of_whole.values()))
 
 
 any_rows = st.lists(st.lists(st.tuples(any_logp, any_logp, any_logp, any_advantage), max_size=3), max_size=3)
@@ -1421,16 +1356,11 @@ def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
 
 # Functions that take a mask: padding, width, dtype of the mask ----------------------------------------------
 
-def masked_loss(by_token=False, **options):
-    """The loss as a function of two columns and the mask."""
-    def loss(x, y, m):
-        more = dict(ref_logps=y) if "beta" in options else {}
-        return grpo.grpo_loss(x, y if by_token else y[:, 0], m, old_logps=y, **more, **options)[0]
-    return loss
-
-
-def masked_aggregate(loss_type):
-    return lambda x, y, m: grpo.aggregate(x, m, **of_type(loss_type))
+def masked_loss(x, y, m, by_token=False, **options):
+    """The loss of two columns and the mask."""
+    if "beta" in options:
+        options["ref_logps"] = y
+    return grpo.grpo_loss(x, y if by_token else y[:, 0], m, old_logps=y, **options)
 
 
 MASKED = [  # a value that must not depend on the padding, from two columns and the mask
@@ -1439,14 +1369,22 @@ MASKED = [  # a value that must not depend on the padding, from two columns and 
         x[:, :1], 0 * m[:, :1].long(), m, len(x), correction=0)),
     ("importance_ratio", lambda x, y, m: grpo.importance_ratio(x, y, m)[m != 0]),
     ("importance_ratio of a sequence", lambda x, y, m: grpo.importance_ratio(x, y, m, **SEQUENCE)),
-    *[(f"aggregate {loss_type}", masked_aggregate(loss_type)) for loss_type in LOSS_TYPES],
-    *[(f"grpo_loss {loss_type}", masked_loss(**of_type(loss_type))) for loss_type in LOSS_TYPES],
-    ("grpo_loss with KL", masked_loss(beta=0.5)), ("grpo_loss cispo", masked_loss(**CISPO)),
-    ("grpo_loss of a sequence", masked_loss(**SEQUENCE, loss_type="grpo")),
-    ("grpo_loss sapo", masked_loss(**SAPO, loss_type="grpo")),
-    pytest.param("grpo_loss with A of tokens", masked_loss(by_token=True), marks=beyond("shapes")),
-    pytest.param("grpo_loss metrics", lambda x, y, m: f64(list(grpo.grpo_loss(
-        x, y[:, 0], m, old_logps=y, ref_logps=y)[1].values())), marks=beyond("metrics"))]
+    ("aggregate grpo", lambda x, y, m: grpo.aggregate(x, m, **of_type("grpo"))),
+    ("aggregate bnpo", lambda x, y, m: grpo.aggregate(x, m, **of_type("bnpo"))),
+    ("aggregate dr_grpo", lambda x, y, m: grpo.aggregate(x, m, **of_type("dr_grpo"))),
+    ("aggregate dapo", lambda x, y, m: grpo.aggregate(x, m, **of_type("dapo"))),
+    ("grpo_loss grpo", lambda x, y, m: masked_loss(x, y, m, **of_type("grpo"))[0]),
+    ("grpo_loss bnpo", lambda x, y, m: masked_loss(x, y, m, **of_type("bnpo"))[0]),
+    ("grpo_loss dr_grpo", lambda x, y, m: masked_loss(x, y, m, **of_type("dr_grpo"))[0]),
+    ("grpo_loss dapo", lambda x, y, m: masked_loss(x, y, m, **of_type("dapo"))[0]),
+    ("grpo_loss with KL", lambda x, y, m: masked_loss(x, y, m, beta=0.5)[0]),
+    ("grpo_loss cispo", lambda x, y, m: masked_loss(x, y, m, **CISPO)[0]),
+    ("grpo_loss of a sequence", lambda x, y, m: masked_loss(x, y, m, **SEQUENCE, loss_type="grpo")[0]),
+    ("grpo_loss sapo", lambda x, y, m: masked_loss(x, y, m, **SAPO, loss_type="grpo")[0]),
+    pytest.param("grpo_loss with A of tokens", lambda x, y, m: masked_loss(x, y, m, by_token=True)[0],
+                 marks=beyond("shapes")),
+    pytest.param("grpo_loss metrics", lambda x, y, m: f64(list(masked_loss(x, y, m, beta=0.0)[1].values())),
+                 marks=beyond("metrics"))]
 every_masked_function = pytest.mark.parametrize("name, function", MASKED)
 
 
