@@ -105,13 +105,8 @@ any_unequal_group = any_group.filter(lambda rewards: len(set(rewards)) > 1)
 any_groups = st.integers(2, 4).flatmap(                                 # 1 to 3 groups of the same size
     lambda G: st.lists(st.lists(any_reward, min_size=G, max_size=G), min_size=1, max_size=3))
 any_logits = st.lists(any_logit, min_size=2, max_size=4)                # of a small vocabulary
-
-
-def shares(weights):
-    return [weight / sum(weights) for weight in weights]
-
-
-any_distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(shares)      # of three words
+any_distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(             # of three words
+    lambda weights: [weight / sum(weights) for weight in weights])
 
 
 def answers(*numbers):
@@ -386,11 +381,9 @@ def test_entropy_from_logits_of_a_word_that_is_ruled_out_counts_0(logits):
 def make_model(kind):
     """A model of random weights in float64, large enough that its distributions are not uniform."""
     import transformers
-    sizes = dict(vocab_size=12, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2,
-                 hidden_size=16, num_attention_heads=4, max_position_embeddings=32)
-    if kind == "Llama":
-        sizes |= dict(intermediate_size=32, num_key_value_heads=2)
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=12, bos_token_id=None, eos_token_id=1, pad_token_id=0, num_hidden_layers=2, hidden_size=16,
+        num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, max_position_embeddings=32)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     torch.manual_seed(0)
     for p in model.parameters():
@@ -651,35 +644,26 @@ def oracle_kl(p, q, estimator="k3"):
     return {"k1": k1, "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[estimator]
 
 
-def kl_of(p, q, **options):
-    return grpo.kl_estimate(f64(p), f64(q), **options)
-
-
-every_estimator = with_options({}, *(dict(estimator=name) for name in ("k1", "k2", "k3")))
-
-
-@pytest.mark.parametrize("options, want", [                                                 # page 9
+@pytest.mark.parametrize("options, worked", [                                                   # page 9
     (dict(estimator="k1"), [0.6931, 0.0, -0.6931]), (dict(estimator="k2"), [0.2402, 0.0, 0.2402]),
     (dict(estimator="k3"), [0.1931, 0.0, 0.3069]), ({}, [0.1931, 0.0, 0.3069])], ids=str)
-def test_kl_estimate_matches_the_worked_numbers(options, want):
-    """π = (1/2, 1/4, 1/4), π_ref = (1/4, 1/4, 1/2): k1 = log π/π_ref, k2 = k1²/2, k3 = exp(-k1) + k1 - 1"""
-    expect(kl_of(f64([0.5, 0.25, 0.25]).log(), f64([0.25, 0.25, 0.5]).log(), **options), want, 5e-5)
-
-
-@every_estimator
 @given(st.lists(st.tuples(grid(-20, 0, 0.125), grid(-20, 0, 0.125)), min_size=1, max_size=3))
-def test_kl_estimate_matches_the_oracle(options, tokens):
+def test_kl_estimate_matches_the_worked_numbers_and_the_oracle(options, worked, tokens):
     """k1 = log π - log π_ref, k2 = k1²/2, k3 = exp(-k1) + k1 - 1 (DeepSeekMath eq. 4), however far π is"""
-    expect(kl_of(*zip(*tokens), **options), [oracle_kl(p, q, **options) for p, q in tokens])
+    logps, ref_logps = f64([0.5, 0.25, 0.25]).log(), f64([0.25, 0.25, 0.5]).log()
+    expect(grpo.kl_estimate(logps, ref_logps, **options), worked, 5e-5)
+    logps, ref_logps = f64(tokens).T
+    want = [oracle_kl(p, q, **options) for p, q in tokens]
+    expect(grpo.kl_estimate(logps, ref_logps, **options), want)
 
 
 @given(any_logp, any_logp)
 def test_kl_estimate_k3_is_never_negative_and_0_only_at_equality(p, q):
     """k3 >= 0, and k3 = 0 <=> π = π_ref, where its slope is 0, too"""
-    k3 = kl_of(p, q)
+    k3 = grpo.kl_estimate(f64(p), f64(q))
     expect(k3, k3.clamp(min=1e-3 if p != q else 0))
-    expect(kl_of([p], [p]), [0.0], 0)
-    expect(slope(lambda x: grpo.kl_estimate(x, f64([p])), f64([p])), [0.0], 0)
+    expect(grpo.kl_estimate(f64(p), f64(p)), 0.0, 0)
+    expect(slope(lambda x: grpo.kl_estimate(x, f64(p)), f64(p)), 0.0, 0)
 
 
 @beyond("equal")
@@ -695,40 +679,27 @@ def test_kl_estimate_k3_is_never_negative_in_float32(n, scale, p):
 def test_kl_estimate_k1_and_k3_have_the_kl_as_their_mean(options, p, q):
     """Σ_v π(v)·k1(v) = Σ_v π(v)·k3(v) = KL(π‖π_ref): over samples both are right on average"""
     want = sum(x * math.log(x / y) for x, y in zip(p, q))
-    expect(f64(p) @ kl_of(f64(p).log(), f64(q).log(), **options), want)
+    expect(f64(p) @ grpo.kl_estimate(f64(p).log(), f64(q).log(), **options), want)
 
 
-def mean_gradient(estimate, p):
-    """Σ_v π(v)·∇estimate(v) by the logits of π; the samples, here the weights π(v), are held fixed."""
-    return slope(lambda logits: f64(p) @ estimate(logits.log_softmax(0)), f64(p).log())
-
-
-def gradient_of_kl(p, q):
-    """∇KL(π‖π_ref) by the logits of π."""
-    kl = sum(x * math.log(x / y) for x, y in zip(p, q))
-    return [x * (math.log(x / y) - kl) for x, y in zip(p, q)]
-
-
-@pytest.mark.parametrize("options, teaches", [
-    (dict(estimator="k1"), "nothing"), (dict(estimator="k2"), "∇KL(π‖π_ref)"),
-    (dict(estimator="k3"), "∇KL(π_ref‖π)"), ({}, "∇KL(π_ref‖π)")], ids=str)
+@pytest.mark.parametrize("options, by_ratio, teaches", [
+    (dict(estimator="k1"), False, "nothing"), (dict(estimator="k2"), False, "∇KL(π‖π_ref)"),
+    (dict(estimator="k3"), False, "∇KL(π_ref‖π)"), ({}, False, "∇KL(π_ref‖π)"),
+    ({}, True, "∇KL(π‖π_ref)")], ids=str)                               # DeepSeek-V3.2
 @given(any_distribution, any_distribution)
-def test_kl_estimate_teaches_what_the_table_says(options, teaches, p, q):
-    """Samples held fixed: E ∇k1 = 0, E ∇k2 = ∇KL(π‖π_ref), E ∇k3 = ∇KL(π_ref‖π)"""
-    got = mean_gradient(lambda logps: grpo.kl_estimate(logps, f64(q).log(), **options), p)
-    want = {"nothing": [0.0] * 3, "∇KL(π‖π_ref)": gradient_of_kl(p, q),
-            "∇KL(π_ref‖π)": [x - y for x, y in zip(p, q)]}
-    expect(got, want[teaches])
-
-
-@given(any_distribution, any_distribution)
-def test_kl_estimate_times_the_ratio_teaches_the_kl_itself(p, q):
-    """E ∇(ρ·k3) = ∇KL(π‖π_ref): the ratio tells autograd that the samples depend on θ (DeepSeek-V3.2)"""
-    def weighted(logps):
+def test_kl_estimate_teaches_what_the_table_says(options, by_ratio, teaches, p, q):
+    """Samples held fixed: E ∇k1 = 0, E ∇k2 = ∇KL(π‖π_ref), E ∇k3 = ∇KL(π_ref‖π); E ∇(ρ·k3) = ∇KL(π‖π_ref):
+    the ratio tells autograd that the samples depend on θ"""
+    def mean(logits):
+        logps = logits.log_softmax(0)
         rho = (logps - logps.detach()).exp()                            # 1, with slope 1
-        return rho * grpo.kl_estimate(logps, f64(q).log())
+        k = grpo.kl_estimate(logps, f64(q).log(), **options)
+        return f64(p) @ (rho * k if by_ratio else k)                    # the samples are the weights π(v)
 
-    expect(mean_gradient(weighted, p), gradient_of_kl(p, q))
+    kl = sum(x * math.log(x / y) for x, y in zip(p, q))
+    want = {"nothing": [0.0] * 3, "∇KL(π‖π_ref)": [x * (math.log(x / y) - kl) for x, y in zip(p, q)],
+            "∇KL(π_ref‖π)": [x - y for x, y in zip(p, q)]}
+    expect(slope(mean, f64(p).log()), want[teaches])                    # by the logits of π
 
 
 # §6 The aggregations ----------------------------------------------------------------------------------------
@@ -916,18 +887,12 @@ every_option = with_options(
     dict(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=True),
     dict(importance_sampling_level="sequence", policy_loss="cispo", epsilon_high=2.0),
     dict(importance_sampling_level="sequence", policy_loss="sapo"))
-
-
-def without_delta_unless_clip(options):
-    return options if options["policy_loss"] == "clip" else options | dict(delta=None)
-
-
 any_options = st.fixed_dictionaries(dict(
     policy_loss=st.sampled_from(["clip", "cispo", "sapo"]), loss_type=st.sampled_from(LOSS_TYPES),
     importance_sampling_level=st.sampled_from(["token", "sequence"]), epsilon_low=st.sampled_from([0.2, 0.1]),
     epsilon_high=st.sampled_from([None, 0.55]), delta=st.sampled_from([None, 1.7]),
-    beta=st.sampled_from([0.0, 0.1]), use_bias_correction_kl=st.booleans(),
-    max_completion_length=st.just(7))).map(without_delta_unless_clip)
+    beta=st.sampled_from([0.0, 0.1]), use_bias_correction_kl=st.booleans(), max_completion_length=st.just(7))
+).filter(lambda options: options["policy_loss"] == "clip" or options["delta"] is None)
 
 
 def loss_of(rows, logps=None, by_token=False, **options):
@@ -1186,34 +1151,27 @@ def test_grpo_loss_metrics_of_microbatches_add_up_to_those_of_the_whole(options,
 
 
 any_rows = st.lists(st.lists(st.tuples(any_logp, any_logp, any_logp, any_advantage), max_size=3), max_size=3)
-every_kind_with_empty_rows = with_options(
-    dict(beta=0.0), dict(beta=0.1), dict(beta=0.1, importance_sampling_level="sequence"),
-    dict(beta=0.1, policy_loss="cispo", epsilon_high=2.0), dict(beta=0.1, policy_loss="sapo"),
-    dict(beta=0.1, importance_sampling_level="sequence", use_bias_correction_kl=True))
 
 
 @beyond("empty")
 @every_loss_type
-@every_kind_with_empty_rows
+@with_options(dict(beta=0.0), dict(beta=0.1), dict(beta=0.1, importance_sampling_level="sequence"),
+              dict(beta=0.1, policy_loss="cispo", epsilon_high=2.0), dict(beta=0.1, policy_loss="sapo"),
+              dict(beta=0.1, importance_sampling_level="sequence", use_bias_correction_kl=True))
 @given(any_rows)
 def test_grpo_loss_counts_an_answer_without_a_token(options, loss_type, rows):
-    """It is one of grpo's and dr_grpo's rows, and its padding has no gradient; no token at all: 0"""
+    """It is one of grpo's and dr_grpo's rows, and its padding has no gradient; no token at all: 0.
+    All four metrics are there, floats, shares or means of the tokens that there are"""
     options = options | of_type(loss_type)
-    expect(loss_of(rows, by_token=True, **options)[0], oracle_loss(rows, **options)[0])
+    loss, metrics = loss_of(rows, by_token=True, **options)
+    loss_wanted, metrics_wanted = oracle_loss(rows, **options)
+    expect(loss, loss_wanted)
+    assert list(metrics) == list(metrics_wanted) and set(map(type, metrics.values())) == {float}
+    expect_metrics(metrics, metrics_wanted)
     logps, *_, mask = columns(rows, width=4)
     slopes = slope(lambda x: loss_of(rows, x, by_token=True, **options)[0], logps)
     expect(slopes[mask == 1], oracle_slopes(rows, **options), 1e-6)
     expect(slopes[mask == 0], torch.zeros_like(slopes[mask == 0]))
-
-
-@beyond("empty")
-@every_kind_with_empty_rows
-@given(any_rows)
-def test_grpo_loss_metrics_do_not_count_an_answer_without_a_token(options, rows):
-    """All four are there, floats, shares or means of the tokens that there are; no token at all: 0"""
-    metrics, want = loss_of(rows, by_token=True, **options)[1], oracle_loss(rows, **options)[1]
-    assert list(metrics) == list(want) and set(map(type, metrics.values())) == {float}
-    expect_metrics(metrics, want)
 
 
 # §8 Process supervision, and two rewards that read a text ---------------------------------------------------
