@@ -118,11 +118,9 @@ def columns(rows, padding=3.0, width=None):
     """These answers as tensors (B, T), one for each place in a token's tuple; then their mask."""
     T = max([1, *map(len, rows)])
     width = width or len(next(token for row in rows for token in row))
-    places = []
-    for k in range(width):
-        places.append([[token[k] for token in row] + [padding] * (T - len(row)) for row in rows])
+    numbers = [row + [(padding,) * width] * (T - len(row)) for row in rows]
     mask = [[1.0] * len(row) + [0.0] * (T - len(row)) for row in rows]
-    return tuple(f64(numbers).view(len(rows), T) for numbers in (*places, mask))
+    return *f64(numbers).view(len(rows), T, width).unbind(2), f64(mask).view(len(rows), T)
 
 
 def slope(function, x):
@@ -138,7 +136,7 @@ def slope(function, x):
     (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [f64([0.7, 0.3])], [0.94, 0.91, -0.06]),
     (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [], [1.8, 1.7, -0.2]),
     pytest.param(f64([[nan, 0.8], [1.0, 0.7]]), [[0.7, 0.3]], [0.24, 0.91], marks=beyond("missing")),
-    pytest.param(torch.tensor([[1, 1]]), [[0.5, 0.25]], [0.75], marks=beyond("dtypes"))])
+    pytest.param(torch.tensor([[1, 1]]), [[0.5, 0.25]], [0.75], marks=beyond("dtypes"))], ids=str)
 def test_combine_rewards_matches_the_worked_numbers(rewards, weights, want):
     """r_i = Σ_f w_f·r_{i,f}, w_f = 1 unless given, without the functions that abstained (NaN)"""
     expect(grpo.combine_rewards(rewards, *weights), want)
@@ -322,10 +320,8 @@ def entropy_of(logits):
     return grpo.entropy_from_logits(f64(logits)[None, None])[0, 0]
 
 
-any_three_logits = st.lists(any_logit, min_size=3, max_size=3)
-
-
-@given(st.lists(st.tuples(any_three_logits, st.integers(0, 2)), min_size=1, max_size=3))
+@given(st.lists(
+    st.tuples(st.lists(any_logit, min_size=3, max_size=3), st.integers(0, 2)), min_size=1, max_size=3))
 def test_selective_log_softmax_matches_the_worked_numbers_and_the_oracle(rows):
     """log p(o) = z_o - log Σ_v exp(z_v) at each position; logits 2, 1, 0 at temperatures 1, 0.5 (page 8)"""
     expect(log_softmax_of([2.0, 1.0, 0.0]), [-0.4076, -1.4076, -2.4076], 5e-5)
@@ -483,9 +479,9 @@ def test_per_token_logps_of_bfloat16_weights_are_float32(mask_dtype):
     expect(logps[0], logits.log_softmax(-1)[range(3), answer[0]], 1e-6)
 
 
-@beyond("dtypes")
-def test_per_token_logps_are_one_call_of_the_model():
-    """One pass without a cache, which computes the last T + 1 logits alone"""
+@beyond("empty")
+def test_per_token_logps_are_one_call_of_the_model_and_empty_without_a_token():
+    """One pass without a cache, which computes the last T + 1 logits alone; T = 0: (B, 0)"""
     model, calls = copy.deepcopy(make_model("Llama")), []
 
     def note(module, args, options, output):
@@ -494,13 +490,8 @@ def test_per_token_logps_are_one_call_of_the_model():
     model.register_forward_hook(note, with_kwargs=True)
     grpo.per_token_logps(model, *padded([([4, 5], [7, 8, 9]), ([6], [1])]))
     assert calls == [(False, (2, 4, 12))]
-
-
-@beyond("empty")
-def test_per_token_logps_of_answers_without_a_token_are_empty():
-    """T = 0: (B, 0)"""
     ids, mask, no_ids, no_mask = padded([([4, 5], []), ([6], [])])
-    logps, _ = grpo.per_token_logps(make_model("Llama"), ids, mask, no_ids.long(), no_mask.long())
+    logps, _ = grpo.per_token_logps(model, ids, mask, no_ids.long(), no_mask.long())
     assert logps.shape == (2, 0)
 
 
@@ -863,15 +854,8 @@ def test_sapo_loss_fades_and_is_never_cut_off(rho, A):
 any_token = st.tuples(any_logp, any_logp, any_logp)                     # log π, log π_old, log π_ref
 any_far_logp = grid(-19, 0, 0.125)
 any_rated_tokens = answers(any_far_logp, any_far_logp, any_far_logp, any_advantage)     # each with its own A
-
-
-def with_advantage(rated_answer):
-    """Give each token its answer's advantage."""
-    A, answer = rated_answer
-    return [(*token, A) for token in answer]
-
-
-any_rated_answer = st.tuples(any_advantage, st.lists(any_token, min_size=1, max_size=4)).map(with_advantage)
+any_rated_answer = st.tuples(any_advantage, st.lists(any_token, min_size=1, max_size=4)).map(
+    lambda rated: [(*token, rated[0]) for token in rated[1]])           # each token with its answer's A
 any_rated_answers = st.lists(any_rated_answer, min_size=1, max_size=3)
 
 CISPO = dict(policy_loss="cispo", epsilon_high=2.0)
