@@ -259,11 +259,10 @@ def run_all():
 def make_group_page():
     """pictures/group.html: look_at_a_group.py's page, and its first fork over a run of the demo."""
     _, config, options = look_at_a_group.parse(["--html", "group.html"])
-    policy, tokenizer, dataset, reward_funcs = look_at_a_group.load(config, options)
+    policy, tokenizer, dataset, reward_funcs, wanted = look_at_a_group.load(config, options)
     demo_policy = copy.deepcopy(policy)
-    seen = look_at_a_group.update_on_one_group(
-        policy, tokenizer, dataset, reward_funcs, config, look_at_a_group.has_two_halves)
-    data = look_at_a_group.group_data(seen, tokenizer, reward_funcs, config)
+    seen = look_at_a_group.update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config)
+    data = look_at_a_group.group_data(seen)
     beginning, pulls = next(iter(seen.forks.items()))
     tokens = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]     # the right and the wrong one
     demo, *_ = grpo.parse_options(["--model", "tiny"])
