@@ -49,7 +49,7 @@ def parse(argv):
 
 
 def load(config, options):
-    """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them, and which group is wanted."""
+    """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them, and which group is wanted (None: any)."""
     policy, tokenizer = grpo.load_model(options.model, config.seed)
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait
@@ -60,7 +60,7 @@ def load(config, options):
         wanted = has_two_halves
     else:
         dataset = grpo.load_dataset(options.dataset)
-        wanted = lambda rollout: True
+        wanted = None
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs], wanted
 
@@ -78,7 +78,7 @@ def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
         examples = grpo.sample_batch(dataset, config, rng)
         rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        if advantages.any() and wanted(rollout):
+        if advantages.any() and (wanted is None or wanted(rollout)):
             return step
     return 0
 

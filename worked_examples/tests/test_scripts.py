@@ -27,7 +27,7 @@ NAME = lambda path: str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--rounds 1", "step / floor "),
+    ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--max_steps 2", "step / floor "),
     ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
     ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch):
