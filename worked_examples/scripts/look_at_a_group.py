@@ -49,7 +49,7 @@ def parse(argv):
 
 
 def load(config, options):
-    """Policy, tokenizer, dataset and reward functions, as the flags name them, and which group is wanted (None: any)."""
+    """Policy, tokenizer, dataset, reward functions, and which group is wanted (None: one with unequal rewards)."""
     policy, tokenizer = grpo.load_model(options.model, config.seed)
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait

@@ -54,7 +54,8 @@ def sums():
 def sentences():
     """Topics for a sentence of eight words; the example shows one."""
     example = ("rain", "The rain fell softly on the old roof.")
-    rows = [{"prompt": chat("Write one sentence of eight words.", [example], topic), "topic": topic} for topic in TOPICS]
+    task = "Write one sentence of eight words."
+    rows = [{"prompt": chat(task, [example], topic), "topic": topic} for topic in TOPICS]
     return dict(sentences_train=rows[:24], sentences_held_out=rows[24:])
 
 
