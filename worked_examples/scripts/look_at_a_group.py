@@ -71,12 +71,11 @@ def has_two_halves(rollout):
     return len(counts) == 2 and min(counts) == max(counts)
 
 
-def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
+def find_step(policy, tokenizer, dataset, reward_funcs, wanted, config):
     """The first step with unequal rewards and a wanted group: from the step follow its question and its samples."""
     for step in range(config.max_steps):
         rng = grpo.step_rng(config, step)
-        examples = grpo.sample_batch(dataset, config, rng)
-        rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
+        rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
         if advantages.any() and (wanted is None or wanted(rollout)):
             return step
@@ -127,7 +126,7 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config
         return seen.advantages
 
     state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, wanted, config)
     state.optimizer.register_step_post_hook(note_policy)
     next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
     return seen

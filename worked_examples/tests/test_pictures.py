@@ -106,9 +106,8 @@ def test_it_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monke
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0] != held["updates"][10]
 
 
-@pytest.fixture
-def show(tmp_path):
-    """A function that opens the page of this data; it has made no request, and no error, when the test ends."""
+def test_the_page_shows_updates_methods_and_both_views_in_a_browser(tmp_path):
+    """The push of each token, and hatched those whose own push the clip makes 0; a click and an arrow choose a token"""
     webdriver, paths = pytest.importorskip("selenium.webdriver"), [*map(shutil.which, ("chromium", "chromedriver"))]
     if None in paths:
         pytest.skip("no chromium, or no chromedriver")
@@ -117,37 +116,31 @@ def show(tmp_path):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for flag in "headless", "no-sandbox", "disable-background-networking", f"user-data-dir={tmp_path}/profile":
         options.add_argument(f"--{flag}")
-    def show(data):
-        browser.set_window_size(1200, 1400)
-        (tmp_path / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
-        browser.get((tmp_path / "group.html").as_uri())
-        return browser, functools.partial(browser.find_elements, "css selector")
+    *_, data = small_group()
+    after = sampled_after(data)
+    (tmp_path / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
     with webdriver.Chrome(options=options, service=webdriver.ChromeService(paths[1])) as browser:
-        yield show
+        find = functools.partial(browser.find_elements, "css selector")
+        browser.set_window_size(1200, 1400)
+        browser.get((tmp_path / "group.html").as_uri())
+        for u, (name, method), view in itertools.product((4, 1), data["methods"].items(), ("logit", "loss")):
+            find("#update")[0].send_keys("\ue011" + u * "\ue014")       # Home, then right arrows
+            find(f"[name=method][value={name}]")[0].click()
+            find(f"[name=view][value={view}]")[0].click()
+            expected, cells = pushes(data, name, u), browser.execute_script("""
+                return cells.map(({node, button}) => [answers[node.who[0]].tokens.slice(0, node.t), node.token,
+                    +button.ariaLabel.split(" ").at(-1).replace("−", "-"),
+                    getComputedStyle(button.firstChild).backgroundImage !== "none"])""")
+            assert {(tuple(place), token) for place, token, *_ in cells} == expected.keys()
+            for place, token, push, hatched in cells:
+                assert push == pytest.approx(1000 * expected[tuple(place), token][view == "logit"], abs=0.051)
+                assert hatched == (method["options"]["policy_loss"] == "clip" and all(
+                    method["weights"][u][i][len(place)] == 0 != data["advantages"][i] for i in after[tuple(place)][token]))
+        find(".cell")[0].click()
+        browser.switch_to.active_element.send_keys("\ue014")            # the right arrow
+        assert find(".cell[aria-pressed=true]") == find(".cell[tabindex='0']") == [find(".cell")[1]]
         assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
         assert browser.get_log("browser") == []
-
-
-def test_the_page_shows_updates_methods_and_both_views_in_a_browser(show):
-    """The push of each token, and hatched those whose own push the clip makes 0; a click and an arrow choose a token"""
-    *_, data = small_group()
-    after, (browser, find) = sampled_after(data), show(data)
-    for u, (name, method), view in itertools.product((4, 1), data["methods"].items(), ("logit", "loss")):
-        find("#update")[0].send_keys("\ue011" + u * "\ue014")           # Home, then right arrows
-        find(f"[name=method][value={name}]")[0].click()
-        find(f"[name=view][value={view}]")[0].click()
-        expected, cells = pushes(data, name, u), browser.execute_script("""
-            return cells.map(({node, button}) => [answers[node.who[0]].tokens.slice(0, node.t), node.token,
-                +button.ariaLabel.split(" ").at(-1).replace("−", "-"),
-                getComputedStyle(button.firstChild).backgroundImage !== "none"])""")
-        assert {(tuple(place), token) for place, token, *_ in cells} == expected.keys()
-        for place, token, push, hatched in cells:
-            assert push == pytest.approx(1000 * expected[tuple(place), token][view == "logit"], abs=0.051)
-            assert hatched == (method["options"]["policy_loss"] == "clip" and all(
-                method["weights"][u][i][len(place)] == 0 != data["advantages"][i] for i in after[tuple(place)][token]))
-    find(".cell")[0].click()
-    browser.switch_to.active_element.send_keys("\ue014")                # the right arrow
-    assert find(".cell[aria-pressed=true]") == find(".cell[tabindex='0']") == [find(".cell")[1]]
 
 
 def test_the_committed_pictures_and_page_are_those_of_the_code(monkeypatch):
