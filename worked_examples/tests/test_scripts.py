@@ -45,7 +45,7 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
 def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
     """Two small steps with the flags of each line: weights differ in the mean by a tenth of the step size"""
     rows = re.findall(r"^\| ([^|]+) \|.*\| `(--[^`]+)` \|$", (EXAMPLES / "10_variants.md").read_text(), re.M)
-    small = "--generation_batch_size 32 --num_generations 8 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
+    small = "--generation_batch_size 32 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
     tokenizer, (problems, _), learned = grpo.tiny_tokenizer(), grpo.tiny_problems(0), {}
     for method, flags in rows:
         config, *_ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
