@@ -4,10 +4,9 @@
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
---rounds N (5) and the flags of grpo.py change the job: --per_device_train_batch_size 4. The floor is the model's bare
-passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), and in each update a forward and a
-backward of the rows that learn. A line is the median over the rounds, and the range. On CPU the seconds are those of
-one thread, which a busy machine changes little.
+Flags of grpo.py change the job. The floor is the model's bare passes over the same rows: the forwards of sampling (KV
+cache, ended rows dropped), and in each update a forward and a backward of the rows that learn. A line is the median
+over the steps, and the range; the first step warms up. On CPU the seconds are those of one thread.
 """
 
 import argparse
@@ -30,21 +29,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def now():
-    if DEVICE.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def seconds(function, *arguments):
-    start = now()
-    function(*arguments)
-    return now() - start
-
-
-def sum_of_ids(completion_ids, **kwargs):
-    """A reward that costs nothing and differs within a group."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def tiny_job():
@@ -57,6 +45,9 @@ def tiny_job():
 
 def large_job():
     """Qwen2 0.5B's shape with random weights: prompts of 128 tokens, answers that no EOS ends."""
+    def sum_of_ids(completion_ids, **kwargs):                           # costs nothing, and differs within a group
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
     shape = transformers.Qwen2Config(
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
@@ -68,7 +59,7 @@ def large_job():
 def bare_sampling(model, rollout, config):
     """The forwards of sampling alone: each prompt once, then one token of each live row at a time."""
     G, ids, lengths = config.num_generations, rollout.completion_ids, rollout.completion_mask.sum(1)
-    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
+    with torch.no_grad():
         cache = model(input_ids=rollout.prompt_ids[::G], attention_mask=rollout.prompt_mask[::G], use_cache=True,
                       logits_to_keep=1).past_key_values
         live = torch.arange(len(ids), device=DEVICE)
@@ -88,91 +79,86 @@ def bare_updates(model, rollout, rows, config):
     for part in config.num_iterations * parts:
         ids = torch.cat([rollout.prompt_ids[part], rollout.completion_ids[part]], 1)
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
-        labels = ids.masked_fill(mask == 0, -100)[:, rollout.prompt_ids.size(1):]
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
-            keep = labels.size(1) + 1
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+        keep = rollout.completion_ids.size(1)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep + 1).logits[:, :-1]
+        labels = ids.masked_fill(mask == 0, -100)[:, -keep:]
         torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), labels).backward()
     model.zero_grad()
 
 
-def compare_with_floor(model, tokenizer, problems, reward_funcs, config, rounds):
+def compare_with_floor(model, tokenizer, problems, reward_funcs, config):
     table, kept = defaultdict(list), {}
 
-    def keep_advantages(rewards_per_func, rollout, config):
-        kept["advantages"] = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        return kept["advantages"]
+    def keep_rows(rewards_per_func, rollout, config):
+        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        kept["rows"] = advantages.any(1).nonzero()[:, 0]
+        return advantages
 
-    def one_step():
-        _, kept["rollout"], _ = next(steps)
-
-    steps = grpo.train(
-        copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_advantages)
-    for round in range(rounds + 1):
-        step = seconds(one_step)
-        rollout, rows = kept["rollout"], kept["advantages"].any(1).nonzero()[:, 0]
-        sampling = seconds(bare_sampling, model, rollout, config)
-        updates = seconds(bare_updates, model, rollout, rows, config)
-        line = {"a step (s)": step, "the floor (s)": sampling + updates, "  its sampling (s)": sampling,
-                "  its updates (s)": updates, "step / floor": step / (sampling + updates), "rows that learn": len(rows),
-                "sampled tokens for each second of a step": rollout.completion_mask.sum().item() / step}
-        for name, value in line.items() if round > 0 else ():           # the first of everything warms up
-            table[name].append(value)
-    show(table)
-    if DEVICE.type == "cuda":
-        print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    steps = grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_rows)
+    start = now()
+    for _, rollout, _ in steps:
+        ended = now()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
+            bare_sampling(model, rollout, config)
+            sampled = now()
+            bare_updates(model, rollout, kept["rows"], config)
+        step, sampling, updates = ended - start, sampled - ended, now() - sampled
+        table["a step (s)"].append(step)
+        table["its floor: sampling (s)"].append(sampling)
+        table["its floor: updates (s)"].append(updates)
+        table["step / floor"].append(step / (sampling + updates))
+        table["sampled tokens for each second of a step"].append(rollout.completion_mask.sum().item() / step)
+        start = now()
+    return table
 
 
-def compare_with_trl(model, tokenizer, problems, reward_funcs, config, rounds):
+def compare_with_trl(model, tokenizer, problems, reward_funcs, config):
     """TRL's trainer, as the_same_run_in_trl.py makes it, with its default gradient checkpointing and without."""
     from worked_examples.check_your_own import the_same_run_in_trl
-    table, times = defaultdict(list), []
+    times = [now()]
+    table = {}
 
     class NoteSteps(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             times.append(now())
 
-    def median_step(name, updates):                                     # the first step warms up
-        ends = times[updates - 1::updates]
-        table[f"a step of {name} (s)"].append(statistics.median(b - a for a, b in zip(ends, ends[1:])))
-        times.clear()
+    def note(name, updates=1):
+        ends = times[::updates]
+        table[name] = [b - a for a, b in zip(ends, ends[1:])]
+        times[:] = [now()]
 
-    for _ in range(rounds):
-        for _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config):
-            times.append(now())
-        median_step("grpo.py", 1)
-        for name, checkpointing in ("TRL", "true"), ("TRL without checkpointing", "false"):
-            flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no".split()
-            flags += ["--output_dir", tempfile.mkdtemp()]
-            trainer = the_same_run_in_trl.make_trainer(
-                copy.deepcopy(model), tokenizer, problems, reward_funcs, config, flags)
-            trainer.add_callback(NoteSteps())
-            trainer.train()
-            median_step(name, config.num_iterations * config.num_mini_batches)
-            ours, theirs = table["a step of grpo.py (s)"][-1], table[f"a step of {name} (s)"][-1]
-            table[f"{name} / grpo.py"].append(theirs / ours)
-    show(table)
-
-
-def show(table):
-    for name, values in table.items():
-        print(f"{name:44} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})", flush=True)
+    for _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config):
+        times.append(now())
+    note("a step of grpo.py (s)")
+    for name, checkpointing in ("TRL", "true"), ("TRL without checkpointing", "false"):
+        flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no".split()
+        trainer = the_same_run_in_trl.make_trainer(
+            copy.deepcopy(model), tokenizer, problems, reward_funcs, config,
+            [*flags, "--output_dir", tempfile.mkdtemp()])
+        trainer.add_callback(NoteSteps())
+        trainer.train()
+        note(f"a step of {name} (s)", config.num_iterations * config.num_mini_batches)
+    return table
 
 
 def main(argv):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trl", action="store_true")
     own, argv = parser.parse_known_args(argv)
     is_large = own.model == "0.5B"
-    config, *_ = grpo.parse_options([*("--model 0.5B --dataset none" if is_large else "--model tiny").split(), *argv])
-    config = replace(config, max_steps=4 if own.trl else own.rounds + 1, bf16=is_large and DEVICE.type == "cuda")
+    job = ["--model", own.model, "--dataset", "none"] if is_large else ["--model", "tiny"]
+    config, *_ = grpo.parse_options([*job, "--max_steps", "6", *argv])
+    config = replace(config, bf16=is_large and DEVICE.type == "cuda")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    print(f"{own.model} on {DEVICE}, {own.rounds} rounds")
+    print(f"{own.model} on {DEVICE}, {config.max_steps} steps")
     compare = compare_with_trl if own.trl else compare_with_floor
-    compare(*(large_job() if is_large else tiny_job()), config, own.rounds)
+    for name, values in compare(*(large_job() if is_large else tiny_job()), config).items():
+        warm = values[1:]
+        print(f"{name:44} {statistics.median(warm):10.4g}   ({min(warm):.4g} ... {max(warm):.4g})", flush=True)
+    if DEVICE.type == "cuda":
+        print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@
     python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on it
 
 `run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
-page of a group: about eight minutes on one core. It writes the csv files of these runs and group.html, and prints what
-the demo prints, and the table of page 11. (Another processor adds in another order, and its figures differ a little.)
+page of a group: about eight minutes on one core. It writes the csv files of these runs and group.html. (Another
+processor adds in another order, and its figures differ a little.)
 """
 
 import copy
+import itertools
 import json
 import re
 import subprocess
@@ -114,19 +115,16 @@ def method_in_one_picture(paper, ink, grey, blue, orange, **_):
 
 def one_page(ink, grey, blue, orange, pale, **_):
     """Page 0: four answers to 7+5=, and one update of the logits of three words."""
-    words, samples, scores = ["12", "11", "13"], [0, 1, 0, 2], torch.tensor([1.0, 0.0, 1.0, 0.0])
-    advantages = scores - scores.mean()
-    logits = torch.zeros(3, requires_grad=True)
-    loss = -(advantages * logits.log_softmax(0)[samples]).mean()
-    gradient, = torch.autograd.grad(loss, logits)
-    before, after = ((100 * x.detach().softmax(0)).tolist() for x in (logits, logits - gradient))
+    words, samples, scores, advantages = ["12", "11", "13"], [0, 1, 0, 2], [1, 0, 1, 0], [0.5, -0.5, 0.5, -0.5]
+    step = torch.tensor([2 * 0.5, -0.5, -0.5]) / 4                      # minus the gradient at three equal logits
+    before, after = ((100 * logits.softmax(0)).tolist() for logits in (torch.zeros(3), step))
     figure, (left, right) = plt.subplots(1, 2, width_ratios=(1.15, 1))
     left.set(xlim=(0, 10), ylim=(4.1, -0.9), title="Four answers, scored")
     left.axis("off")
     left.text(0, -0.45, "7+5=", family="monospace", weight="bold", size=12)
     left.text(3.9, -0.45, "score", color=grey)
     left.text(6.2, -0.45, "minus the mean", color=grey)
-    for y, (k, score, A) in enumerate(zip(samples, scores.tolist(), advantages.tolist())):
+    for y, (k, score, A) in enumerate(zip(samples, scores, advantages)):
         style = dict(size=12, va="center", color=blue if A > 0 else orange)
         left.add_patch(plt.Rectangle((0, y + 0.08), 3.0, 0.84, fill=False, ec=style["color"], lw=1.8))
         left.text(1.5, y + 0.5, words[k], family="monospace", ha="center", **style)
@@ -205,18 +203,16 @@ def collapse(ink, grey, blue, orange, **_):
     """Page 11: collapsed_run.csv."""
     run = csv("collapsed_run.csv")
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3))
-    drawn = ((left, "rewards/accuracy_reward/mean", blue, "right answers"),
-             (left, "rewards/think_format_reward/mean", ink, "well-formed"),
-             (left, "frac_reward_zero_std", orange, "silent groups"),
-             (right, "entropy", ink, "entropy (nats)"), (right, "completions/clipped_ratio", grey, "cut off"),
-             (right, "loss", orange, "loss"))
-    for axis, name, colour, label in drawn:
-        axis.plot(run["step"], run[name], color=colour, lw=1.6, label=label)
-    for axis, place in (left, "center right"), (right, "upper left"):
-        axis.set(xlabel="step", xlim=(0, run["step"][-1]))
-        axis.legend(frameon=False, fontsize=9, loc=place)
-    left.set_title("Too fast: hardly an answer is right")
-    right.set_title("Entropy shows it, the loss does not")
+    left.plot(run["step"], run["rewards/accuracy_reward/mean"], color=blue, lw=1.6, label="right answers")
+    left.plot(run["step"], run["rewards/think_format_reward/mean"], color=ink, lw=1.6, label="well-formed")
+    left.plot(run["step"], run["frac_reward_zero_std"], color=orange, lw=1.6, label="silent groups")
+    right.plot(run["step"], run["entropy"], color=ink, lw=1.6, label="entropy (nats)")
+    right.plot(run["step"], run["completions/clipped_ratio"], color=grey, lw=1.6, label="cut off")
+    right.plot(run["step"], run["loss"], color=orange, lw=1.6, label="loss")
+    left.set(xlabel="step", xlim=(0, run["step"][-1]), title="Too fast: hardly an answer is right")
+    right.set(xlabel="step", xlim=(0, run["step"][-1]), title="Entropy shows it, the loss does not")
+    left.legend(frameon=False, fontsize=9, loc="center right")
+    right.legend(frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
@@ -231,11 +227,9 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
 
 
 def run_demo(*flags):
-    """Run the demo in an empty folder: what it printed, and the lines of its metrics."""
+    """Run the demo in an empty folder: the lines of its metrics."""
     folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, grpo.__file__, "--model", "tiny", *flags]
-    printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-    print(*flags, printed, sep="\n", flush=True)
+    subprocess.run([sys.executable, grpo.__file__, "--model", "tiny", *flags], cwd=folder, check=True)
     return [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
 
 
@@ -246,9 +240,6 @@ def write_csv(name, lines, metrics):
 
 def run_all():
     good, bad = run_demo(), run_demo("--learning_rate", "3e-3")
-    for metric in METRICS[1:]:                                          # the table of page 11
-        means = [numpy.mean([line[metric] for line in part]) for part in (good[:10], good[-10:], bad[-10:])]
-        print(f"| `{metric}` |", " | ".join(f"{mean:.3f}" for mean in means), "|")
     write_csv("tiny_run.csv", good, METRICS)
     write_csv("collapsed_run.csv", bad, METRICS)
     seeds = [line for seed in range(10) for line in run_demo("--seed", str(seed))]
@@ -259,23 +250,18 @@ def run_all():
 def make_group_page():
     """pictures/group.html: look_at_a_group.py's page, and its first fork over a run of the demo."""
     _, config, options = look_at_a_group.parse(["--html", "group.html"])
-    policy, tokenizer, dataset, reward_funcs = look_at_a_group.load(config, options)
+    policy, tokenizer, dataset, reward_funcs, wanted = look_at_a_group.load(config, options)
     demo_policy = copy.deepcopy(policy)
-    seen = look_at_a_group.update_on_one_group(
-        policy, tokenizer, dataset, reward_funcs, config, look_at_a_group.has_two_halves)
-    data = look_at_a_group.group_data(seen, tokenizer, reward_funcs, config)
+    seen = look_at_a_group.update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config)
+    data = look_at_a_group.group_data(seen)
     beginning, pulls = next(iter(seen.forks.items()))
     tokens = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]     # the right and the wrong one
     demo, *_ = grpo.parse_options(["--model", "tiny"])
+    steps = grpo.train(demo_policy, tokenizer, grpo.tiny_problems(demo.seed)[0], reward_funcs, demo)
     probabilities = []
-
-    def note():
+    for _ in itertools.chain([None], steps):                            # before the first step, and after each
         probs = look_at_a_group.next_token_probs(demo_policy, seen.rollout, beginning, demo)
         probabilities.append([float(f"{p:.7g}") for p in probs[tokens].tolist()])
-
-    note()
-    for _ in grpo.train(demo_policy, tokenizer, grpo.tiny_problems(demo.seed)[0], reward_funcs, demo):
-        note()
     data["whole_run"] = {"words": [look_at_a_group.word(token, tokenizer) for token in tokens],
                          "probabilities": probabilities}
     (PICTURES / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")

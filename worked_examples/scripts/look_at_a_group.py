@@ -3,10 +3,10 @@
     python worked_examples/scripts/look_at_a_group.py
     python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
-It takes grpo.py's flags. Without --model, the tiny model answers after its cold start, and half of the answers forget
-the carry; of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all:
-each answer) after one update on this group; a token's push is −∂loss/∂log π. --html: the group as a tree, before and
-after each of ten updates.
+It takes grpo.py's flags, with --learning_rate 3e-5 where none is given. Without --model, the tiny model answers after
+its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards.
+The table: the best and the worst answer before and after one update on this group. --html: the group as a tree, before
+and after each of ten updates.
 """
 
 import argparse
@@ -35,37 +35,34 @@ METHODS = {                                                             # option
 
 
 def parse(argv):
-    """The flags that are not grpo.py's, and grpo.py's config and options. Of a flag given twice the last one counts."""
+    """The page's file, and grpo.py's config and options. Of a flag given twice the last one counts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--all", action="store_true")
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
-    argv = [*f"--model tiny --num_iterations {10 if own.html else 1} --lr_scheduler_type constant".split(), *argv]
-    config, options, _ = grpo.parse_options(argv)
-    if options.model == "tiny":                                         # on one group, the demo's rate is too high
-        config, options, _ = grpo.parse_options(["--learning_rate", "3e-5", *argv])
-    if own.html and (config.loss_type, config.policy_loss, config.epsilon_high) == ("dapo", "clip", None):
-        config = replace(config, epsilon_high=0.28)                     # as the page's row of dapo has it
-    return own, config, options
-
-
-def carry_makes_it_longer(prompt):
-    """Whether a right answer of the tiny task has a token more than the one that forgets the carry."""
-    return len(grpo.teacher_trace(prompt, False)) > len(grpo.teacher_trace(prompt, True))
+    usual = f"--model tiny --learning_rate 3e-5 --lr_scheduler_type constant --num_iterations {10 if own.html else 1}"
+    config, options, _ = grpo.parse_options([*usual.split(), *argv])
+    if config.epsilon_high is None:                                     # the page shows a number: as in its rows
+        defaults = {"cispo": 5.0, "dapo": 0.28}
+        high = defaults.get(config.policy_loss, defaults.get(config.loss_type, config.epsilon))
+        config = replace(config, epsilon_high=high)
+    return own.html, config, options
 
 
 def load(config, options):
-    """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them."""
+    """Policy, tokenizer, dataset, reward functions, and which group is wanted (None: one with unequal rewards)."""
     policy, tokenizer = grpo.load_model(options.model, config.seed)
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait
         problems, _ = grpo.tiny_problems(config.seed)
         grpo.cold_start(policy, tokenizer, problems, config.seed)
-        dataset = [row for row in problems if carry_makes_it_longer(row["prompt"])]
+        lengths = [[len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)] for row in problems]
+        dataset = [row for row, (right, wrong) in zip(problems, lengths) if right > wrong]     # a carry is a token more
+        wanted = has_two_halves
     else:
         dataset = grpo.load_dataset(options.dataset)
+        wanted = None
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
+    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs], wanted
 
 
 def has_two_halves(rollout):
@@ -74,14 +71,13 @@ def has_two_halves(rollout):
     return len(counts) == 2 and min(counts) == max(counts)
 
 
-def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
+def find_step(policy, tokenizer, dataset, reward_funcs, wanted, config):
     """The first step with unequal rewards and a wanted group: from the step follow its question and its samples."""
     for step in range(config.max_steps):
         rng = grpo.step_rng(config, step)
-        examples = grpo.sample_batch(dataset, config, rng)
-        rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
+        rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        if advantages.any() and wanted(rollout):
+        if advantages.any() and (wanted is None or wanted(rollout)):
             return step
     return 0
 
@@ -106,18 +102,19 @@ def next_token_probs(policy, rollout, beginning, config):
     return (logits.float() / config.temperature).softmax(0)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config):
     """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
     config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1, max_steps=400)
-    seen = SimpleNamespace(updates=[], probs=[])
+    seen = SimpleNamespace(tokenizer=tokenizer, config=config, updates=[], probs=[])
 
     def note_policy(*_):
         seen.updates.append(grpo.score_rollout(policy, seen.rollout, config))
         seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
-        seen.rollout, seen.rewards_per_func = rollout, rewards_per_func
+        seen.rollout = rollout
         seen.rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
+        seen.rewards_per_func = {f.__name__: rewards for f, rewards in zip(reward_funcs, rewards_per_func.T)}
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
         seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
@@ -129,16 +126,10 @@ def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted
         return seen.advantages
 
     state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, wanted, config)
     state.optimizer.register_step_post_hook(note_policy)
     next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
     return seen
-
-
-def loss_options(config):
-    """What train passes to grpo_loss besides tensors, with the number that an epsilon_high of None stands for."""
-    default = 5.0 if config.policy_loss == "cispo" else config.epsilon
-    return grpo.loss_options(config) | {"epsilon_high": default if config.epsilon_high is None else config.epsilon_high}
 
 
 def pushes(seen, u, options):
@@ -155,7 +146,7 @@ def word(token, tokenizer):
     return tokenizer.convert_ids_to_tokens(token) if text in ("", "\ufffd") else text
 
 
-def group_data(seen, tokenizer, reward_funcs, config):
+def group_data(seen):
     """All numbers of the page, as JSON has them."""
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
@@ -168,26 +159,27 @@ def group_data(seen, tokenizer, reward_funcs, config):
         tokens = sorted({*after, *likely}, key=lambda token: -probs[0][token])
         forks.append((beginning, tokens, [numbers(p[tokens]) for p in probs]))
     for token in sorted({token for ids in (*seen.answers, *(tokens for _, tokens, _ in forks)) for token in ids}):
-        text = word(token, tokenizer)                                   # the page knows a token by its text
+        text = word(token, seen.tokenizer)                              # the page knows a token by its text
         words[token] = text if text not in words.values() else f"{text}[{token}]"
 
-    methods = {name: USUAL | options | {"max_completion_length": config.max_completion_length}
-               for name, options in METHODS.items()}
+    methods = {}
+    for name, options in METHODS.items():
+        options = USUAL | options | {"max_completion_length": seen.config.max_completion_length}
+        weights = [numbers(pushes(seen, u, options)) for u in range(len(seen.updates))]
+        methods[name] = {"options": options, "weights": weights}
     mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
     return {
-        "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
+        "prompt": seen.tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
         "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
         "advantages": numbers(seen.advantages[:, 0]), "counts": seen.rollout.loss_mask.sum(1).tolist(),
-        "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
-                     "tokens": [words[token] for token in ids]} for ids in seen.answers],
+        "answers": [{"text": seen.tokenizer.decode(ids, skip_special_tokens=True), "tokens": [words[i] for i in ids]}
+                    for ids in seen.answers],
         "old_logps": numbers(seen.updates[0]), "entropies": numbers(seen.entropies),
-        "updates": [numbers(logps) for logps in seen.updates],
-        "methods": {name: {"options": options, "weights": [numbers(pushes(seen, u, options)) for u in range(len(seen.updates))]}
-                    for name, options in methods.items()},
-        "forks": [{"prefix": [words[token] for token in beginning], "words": [words[token] for token in tokens],
-                   "probabilities": probabilities} for beginning, tokens, probabilities in forks],
-        "rewards_per_func": {f.__name__: numbers(rewards) for f, rewards in zip(reward_funcs, seen.rewards_per_func.T)},
-        "run": loss_options(config) | {"scale_rewards": config.scale_rewards}}
+        "updates": [numbers(logps) for logps in seen.updates], "methods": methods,
+        "forks": [{"prefix": [words[i] for i in beginning], "words": [words[i] for i in tokens], "probabilities": probs}
+                  for beginning, tokens, probs in forks],
+        "rewards_per_func": {name: numbers(rewards) for name, rewards in seen.rewards_per_func.items()},
+        "run": grpo.loss_options(seen.config) | {"scale_rewards": seen.config.scale_rewards}}
 
 
 def page(data):
@@ -196,36 +188,24 @@ def page(data):
     return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
 
 
-def show(seen, i, tokenizer, config):
-    """Print answer i as a table, a line for each token, after one update."""
-    old_logps, logps, mask = seen.updates[0], seen.updates[1], seen.rollout.loss_mask
-    level = config.importance_sampling_level
-    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=level).expand(mask.shape)
-    push = pushes(seen, 1, loss_options(config) | dict(beta=0.0, use_bias_correction_kl=False))
-    print(f"\nanswer {i + 1}, reward {seen.rewards[i].item():.4g}: {seen.rollout.completions[i]!r}")
-    print(f"{'token':>14} mask     logp      old   ratio        A  1000·push")
-    for t, token in enumerate(seen.answers[i]):
-        A = seen.advantages[i, t]
-        clipped = "  clipped" if A != 0 and mask[i, t] != 0 and push[i, t] == 0 else ""
-        print(f"{word(token, tokenizer)!r:>14} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} "
-              f"{ratio[i, t]:7.4f} {A:8.4f} {1000 * push[i, t]:10.3f}{clipped}")
+def show(data, i):
+    """Print answer i as a table, a line for each token."""
+    print(f"\nreward {data['rewards'][i]:.4g}, A = {data['advantages'][i]:.4f}: {data['answers'][i]['text']!r}")
+    print(f"{'token':>14}   log π   after one update")
+    for token, before, after in zip(data["answers"][i]["tokens"], data["updates"][0][i], data["updates"][1][i]):
+        print(f"{token!r:>14} {before:8.4f} {after:8.4f}")
 
 
 def main(argv):
     transformers.utils.logging.set_verbosity_error()
-    own, config, options = parse(argv)
-    policy, tokenizer, dataset, reward_funcs = load(config, options)
-    wanted = [has_two_halves] if options.model == "tiny" else []
-    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, *wanted)
-    if own.html:
-        data = group_data(seen, tokenizer, reward_funcs, config)
-        return Path(own.html).write_text(page(data), encoding="utf-8")
-    print(f"{len(seen.rewards)} answers to {seen.rollout.examples[0]['prompt']!r}")
-    by_reward = seen.rewards.argsort(descending=True, stable=True).tolist()
-    for i in by_reward if own.all else (by_reward[0], by_reward[-1]):
-        show(seen, i, tokenizer, config)
-    print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, "
-          f"mean {seen.rewards.mean():.4f}, std {seen.rewards.std():.4f}")
+    html, config, options = parse(argv)
+    data = group_data(update_on_one_group(*load(config, options), config))
+    if html:
+        Path(html).write_text(page(data), encoding="utf-8")
+        return
+    print(f"{len(data['rewards'])} answers to {data['prompt']!r}, rewards {data['rewards']}")
+    for extreme in max, min:
+        show(data, data["rewards"].index(extreme(data["rewards"])))
 
 
 if __name__ == "__main__":

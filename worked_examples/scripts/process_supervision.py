@@ -11,7 +11,6 @@ It prints the steps of one answer with their rewards and advantages, greedy answ
 accuracy: A -> B". It takes about a minute on one core.
 """
 
-import argparse
 import functools
 import math
 import sys
@@ -28,11 +27,11 @@ def split_steps(ids, tokenizer):
     """Cut token ids into steps: one ends at a comma, at </think>, and at the last token."""
     ends_a_step = tokenizer.convert_tokens_to_ids([",", "</think>"])
     steps = [[]]
-    for position, token in enumerate(ids):
+    for token in ids:
         steps[-1].append(token)
-        if token in ends_a_step and position + 1 < len(ids):
+        if token in ends_a_step:
             steps.append([])
-    return steps
+    return [step for step in steps if step]
 
 
 def grade_steps(prompt, steps, tokenizer):
@@ -52,7 +51,7 @@ def step_rewards_and_ends(rollout, tokenizer):
         ends.append(lengths.cumsum(0) - 1)
     rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
     ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
-    return rewards.to(rollout.completion_ids.device), ends.to(rollout.completion_ids.device)
+    return rewards, ends
 
 
 def step_advantages(rewards_per_func, rollout, config, tokenizer):
@@ -77,25 +76,18 @@ def show_an_answer(rollout, config, tokenizer):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--max_steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=42)
-    options = parser.parse_args()
-
+    config, *_ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
     torch.set_num_threads(1)                                            # for so small a model, more would wait
     tokenizer = grpo.tiny_tokenizer()
-    policy = grpo.tiny_model(tokenizer, options.seed)
-    problems, held_out = grpo.tiny_problems(options.seed)
-    grpo.cold_start(policy, tokenizer, problems, options.seed)
-    config = grpo.GRPOConfig(**grpo.TINY | dict(max_steps=options.max_steps, seed=options.seed))
+    policy = grpo.tiny_model(tokenizer, config.seed)
+    problems, held_out = grpo.tiny_problems(config.seed)
+    grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
 
-    compute_advantages = functools.partial(step_advantages, tokenizer=tokenizer)
-    steps = grpo.train(
-        policy, tokenizer, problems, [grpo.accuracy_reward], config, compute_advantages=compute_advantages)
-    for state, rollout, metrics in (bar := tqdm(steps, "process supervision", total=config.max_steps)):
-        bar.set_postfix(accuracy=metrics["reward"])                     # to look at: no advantage comes from it
+    steps = grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config,     # a reward only for the metrics
+                       compute_advantages=functools.partial(step_advantages, tokenizer=tokenizer))
+    for state, rollout, _ in tqdm(steps, "process supervision", total=config.max_steps):
         if state.step == 1:
             show_an_answer(rollout, config, tokenizer)
     print("after:")

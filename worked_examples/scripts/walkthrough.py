@@ -26,13 +26,10 @@ config = grpo.GRPOConfig(**grpo.TINY | dict(
 tokenizer = grpo.tiny_tokenizer()
 policy = grpo.tiny_model(tokenizer, seed=0)
 problems, _ = grpo.tiny_problems(seed=0)
-prompt_ids = tokenizer(problems[0]["prompt"])["input_ids"]
-print(problems[0], prompt_ids)
-assert len(prompt_ids) == len(problems[0]["prompt"]) == 6
+print(problems[0], tokenizer(problems[0]["prompt"])["input_ids"])
 
-# %% The cold start: the policy imitates a teacher who mostly forgets the carry.
+# %% The cold start: the policy imitates a teacher who mostly forgets the carry. Line 3: here it is the reference, too.
 grpo.cold_start(policy, tokenizer, problems, seed=0)
-reference = copy.deepcopy(policy)                                         # line 3 of Algorithm 1: π_ref ← π_θ
 for_train = copy.deepcopy(policy)                                         # for the last cell
 
 # %% Lines 5 and 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers.
@@ -44,7 +41,6 @@ mask = rollout.completion_mask                                                  
 for example, text in zip(rollout.examples[::G], rollout.completions[::G]):
     print(example["prompt"] + text)
 print("lengths with EOS:", mask.sum(1).tolist())
-assert rollout.completion_ids.shape == mask.shape == rollout.sampler_logps.shape
 assert rollout.terminated.float().mean() > 0.9
 
 # %% Line 8: reward each answer: 1 for the right number, and 1 for the form. Expect the right form nearly everywhere and
@@ -57,19 +53,15 @@ print("rewards, a line for each group:", *rewards.view(-1, G).tolist(), sep="\n"
 assert sum(form) > 0.9 * 64 and 0.2 * 64 < sum(accuracy) < 0.9 * 64
 
 # %% Line 9: compare each answer with the other answers to its question. Expect zeros in a group whose rewards are
-# equal. In another group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
+# equal. In another group the advantages add up to 0.
 mean, std = grpo.group_stats(rewards, G)                                                                      # (P,)
 advantages = grpo.group_advantages(rewards, G)                                                                # (B,)
 print("means:", mean.tolist(), "stds:", std.tolist())
 groups = advantages.view(-1, G)                                                                               # (P, G)
 assert groups.sum(1).abs().max() < 1e-5 and not groups[std == 0].any() and (std == 0).any() and (std > 0).any()
-torch.testing.assert_close(groups[std > 0].square().sum(1), torch.full_like(std[std > 0], G - 1), rtol=1e-3, atol=0)
-of_tokens = grpo.broadcast_advantages(advantages, mask)                                                       # (B, T)
-assert torch.equal(of_tokens[:, 0], advantages) and not of_tokens[mask == 0].any()
 
 # %% Line 6: π_old ← π_θ. No weights are copied: the answers are scored before the first update, without a gradient, and
-# log π_old of each token is kept. Expect the sampler's own numbers, up to rounding. (In a step with one update π_old is
-# π_θ itself, and train does without this pass.)
+# log π_old of each token is kept. Expect the sampler's own numbers, up to rounding.
 inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, mask)
 with torch.no_grad():
     old_logps, _ = grpo.per_token_logps(policy, *inputs)                                                      # (B, T)
@@ -78,20 +70,13 @@ torch.testing.assert_close(old_logps, rollout.sampler_logps, atol=1e-4, rtol=0)
 
 # %% Line 10: score them once more, with a gradient, and take the loss. The policy has not moved since it was π_old and
 # the reference. Expect the same log-probs, so ratios of 1, a loss of 0, a KL of 0, and no clipped token. The gradient
-# is not 0: two cells below.
+# is not 0: the next cell.
 logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
 assert torch.equal(logps, old_logps)
 options = dict(ref_logps=old_logps, beta=config.beta, loss_type=config.loss_type)
 loss, metrics = grpo.grpo_loss(logps, advantages, mask, old_logps=old_logps, **options)
 print(f"loss {loss.item():.6f}, {metrics}")
 assert abs(loss.item()) < 1e-5 and metrics["clip_ratio/region_mean"] == metrics["kl"] == 0.0
-
-# %% The same by hand: ratio, token loss, mean over each answer's tokens, mean over the answers. Expect the same number.
-ratio = grpo.importance_ratio(logps, old_logps, mask)
-per_token_loss = grpo.clipped_surrogate_loss(ratio, of_tokens)
-by_hand = sum((per_token_loss[i] * mask[i]).sum() / mask[i].sum() for i in range(64)) / 64
-print(f"by hand {by_hand.item():.6f}")
-torch.testing.assert_close(by_hand, loss)
 
 # %% Line 11: one update. The value of the loss is 0; expect a gradient that is not 0.
 optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
@@ -116,10 +101,7 @@ loss, metrics = grpo.grpo_loss(new_logps, advantages, mask, old_logps=old_logps,
 ratio = grpo.importance_ratio(new_logps, old_logps, mask)[mask == 1]
 print(f"ratios {ratio.min().item():.3f} ... {ratio.max().item():.3f}, loss {loss.item():.5f}, {metrics}")
 assert ratio.min() < 1 < ratio.max() and loss.item() < 0 < metrics["clip_ratio/region_mean"] < 0.2
-with torch.no_grad():
-    kl = grpo.kl_estimate(new_logps, grpo.per_token_logps(reference, *inputs)[0])
-torch.testing.assert_close(torch.tensor(metrics["kl"]), (kl * mask).sum() / mask.sum())
-assert (kl >= 0).all() and 0 < metrics["kl"] < 0.1
+assert 0 < metrics["kl"] < 0.1
 
 # %% The same step by train, from the same weights. Expect the same answers, rewards and gradient.
 steps = grpo.train(for_train, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], config)

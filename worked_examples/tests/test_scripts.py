@@ -23,11 +23,12 @@ PAGES = [README, *sorted(EXAMPLES.rglob("*.md"))]
 SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
 STARTED = [path for path in SCRIPTS if path.parent.name in ("course", "scripts") and path.name != "walkthrough.py"]
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
+NAMES = {path.name for path in [*PAGES, *SCRIPTS]}
 NAME = lambda path: str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("script, flags, printed", [
-    ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--rounds 1", "step / floor "),
+    ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--max_steps 2", "step / floor "),
     ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
     ("iterative_grpo.py", "--max_steps 2 --iteration_steps 1 --first_batches 1 --updates 1", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch):
@@ -44,7 +45,7 @@ def test_each_script_runs(script, flags, printed, monkeypatch):
 def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
     """Two small steps with the flags of each line: weights differ in the mean by a tenth of the step size"""
     rows = re.findall(r"^\| ([^|]+) \|.*\| `(--[^`]+)` \|$", (EXAMPLES / "10_variants.md").read_text(), re.M)
-    small = "--generation_batch_size 32 --num_generations 8 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
+    small = "--generation_batch_size 32 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
     tokenizer, (problems, _), learned = grpo.tiny_tokenizer(), grpo.tiny_problems(0), {}
     for method, flags in rows:
         config, *_ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
@@ -68,8 +69,6 @@ def test_runs_are_drawn_in_one_picture_and_bad_input_is_one_line(tmp_path, monke
         (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
     panels = script["draw"]({run: script["load"](run) for run in ("a", "b/metrics.jsonl")}).axes
     assert len(panels) == 4 and [line.get_ydata()[29] for line in panels[0].lines[:2]] == [29, 24.5]
-    script["main"](["a", "b", "--output", "both.png"])
-    assert (tmp_path / "both.png").stat().st_size > 5000
     for bad in ["absent"], ["empty"], ["a", "--output", "a.xyz"], []:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
@@ -104,10 +103,9 @@ def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     reward_model = runpy.run_path(str(EXAMPLES / "scripts/reward_model.py"))["reward_model"]
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
-    texts = ["1+2=3", "14+2=<think>4+2=6</think>16"]
-    scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in texts]
-    prompts = [[{"role": "user", "content": text[:3]}] for text in texts]
-    answers = [[{"role": "assistant", "content": text[3:]}] for text in texts]
+    scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in ("1+2=3", "4+4=81")]
+    prompts, answers = ([[{"role": role, "content": text}] for text in texts]
+                        for role, texts in (("user", ("1+2", "4+4")), ("assistant", ("=3", "=81"))))
     assert reward_model(prompts, answers) == pytest.approx(scores, abs=1e-5)
 
 
@@ -129,20 +127,17 @@ def test_the_code_of_a_page_runs_and_its_links_lead_somewhere(path, monkeypatch)
 
 @pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=NAME)
 def test_the_files_that_a_text_names_are_there(path):
-    """In a command from the repository's root; elsewhere by name, or from a folder. Of a script: its docstrings"""
+    """In a command from the repository's root; elsewhere by name. Of a script: its docstring"""
     text = path.read_text()
     if path.suffix == ".py":
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Module, ast.FunctionDef))]
-        text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
-    text = re.sub(r"\]\([^)]*\)|https?://\S+", "]", text.replace("\\\n", ""))
-    names, folders = {file.name for file in [*PAGES, *SCRIPTS]}, [ROOT, EXAMPLES, path.parent]
+        text = ast.get_docstring(ast.parse(text)) or ""
+    text = re.sub(r"https?://\S+", "", text.replace("\\\n", ""))
+    own = re.compile(r"my_\w+\.py|grpo_bug\.py|[ab]\.py|FILE\.py")    # the reader's
     for line in text.splitlines():
-        command = re.search(r"\b(python3? |accelerate launch)", line)
+        is_command = re.search(r"\b(python3? |accelerate launch)", line)
         for file in re.findall(r"[\w./-]*\w\.(?:py|md)\b", line):
-            if re.fullmatch(r"my_\w+\.py|grpo_bug\.py|[ab]\.py|FILE\.py", file):           # the reader's own
-                continue
-            there = [(folder / file).exists() for folder in (folders[:1] if command else folders)]
-            assert any(there) or "/" not in file and file in names and not command, line
+            known = (ROOT / file).exists() if is_command else file.rpartition("/")[2] in NAMES
+            assert known or own.fullmatch(file), line
 
 
 def test_the_texts_name_what_exists():

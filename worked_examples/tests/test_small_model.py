@@ -6,6 +6,7 @@ import runpy
 import shlex
 
 import pytest
+import transformers
 from conftest import EXAMPLES, cli
 
 SCRIPT = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
@@ -45,12 +46,10 @@ def test_the_printed_command_trains_the_model(task, capsys):
     assert after >= before + 0.1 and after >= 0.8, result.out
 
 
-def test_the_tokenizer_knows_the_characters_of_the_file_alone(task, tmp_path):
+def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
     """Texts come back as they were; an unknown character is an error, for the model's tokenizer, too."""
-    rows = [{"prompt": " a  b\n>", "solution": "é<"}]
-    SCRIPT["make_tokenizer"](rows).save_pretrained(tmp_path / "tokenizer")
-    from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    SCRIPT["make_tokenizer"]([{"prompt": " a  b\n>", "solution": "é<"}]).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(" b  é\n<>a")["input_ids"]
     assert len(ids) == 9 and tokenizer.decode(ids + [1, 0], skip_special_tokens=True) == " b  é\n<>a"
     with pytest.raises(Exception, match="unknown"):
@@ -64,7 +63,6 @@ def test_a_seed_and_a_number_of_solutions_say_what_is_made(task, capsys):
         small_model(task / "task.jsonl", task / f"model{number}", *flags)
         made.append((task / f"model{number}/model.safetensors").read_bytes())
     assert made[0] == made[1] and len(set(made)) == 3
-    assert "imitated 0 of 80 solutions: 0.00 -> 0.00" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
@@ -72,14 +70,13 @@ def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
     (task / "number.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
     (task / "new.jsonl").write_text('{"prompt": "xay>", "solution": "yax"}')
     (task / "none.jsonl").write_text('{"prompt": "a>"}')
-    for words, message in ((("task.jsonl", "."), "not empty"), (("absent.jsonl", "m"), "absent.jsonl"),
-                           (("number.jsonl", "m"), "both texts"), (("none.jsonl", "m"), "both texts"),
-                           (("task.jsonl", "m", "--eval_dataset", task / "new.jsonl"), "lacks: x y"),
-                           (("task.jsonl", "m", "--imitate", "81"), "allowed is 0 to 80"),
-                           (("task.jsonl", "m", "--imitate", "some"), "invalid int"),
-                           (("task.jsonl", "m", "--seed", "-1"), "seed: got -1")):
+    for file, folder, flags, message in (
+            ("task.jsonl", ".", [], "not empty"), ("absent.jsonl", "m", [], "absent.jsonl"),
+            ("number.jsonl", "m", [], "both texts"), ("none.jsonl", "m", [], "both texts"),
+            ("task.jsonl", "m", ["--eval_dataset", task / "new.jsonl"], "lacks: x y"),
+            ("task.jsonl", "m", ["--imitate", "81"], "allowed is 0 to 80")):
         with pytest.raises(SystemExit) as exit:
-            small_model(task / words[0], task / words[1], *words[2:])
+            small_model(task / file, task / folder, *flags)
         error = capsys.readouterr().err
         assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
     assert not (task / "m").exists()
