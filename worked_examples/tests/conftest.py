@@ -52,7 +52,8 @@ def cold_started(seed):
 def chat_tokenizer():
     """The tiny task's tokenizer, with a chat template."""
     tokenizer = grpo.tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    contents = "{% for m in messages %}{{m.content}}{% endfor %}"
+    tokenizer.chat_template = contents + "{% if add_generation_prompt %}={% endif %}"
     return tokenizer
 
 

@@ -388,11 +388,15 @@ def test_a_sampler_that_differs_shows_in_its_metric(options, monkeypatch):
 
 def test_gradients_are_freed_while_the_model_samples():
     """Those of a cold start, too: the first step's gradient is its own."""
-    policy, found = make_model("Llama"), []
-    policy.register_forward_pre_hook(
-        lambda *_: found.append(all(p.grad is None for p in policy.parameters())) if not torch.is_grad_enabled() else None)
+    policy, freed = make_model("Llama"), []
+
+    def look(*_):
+        if not torch.is_grad_enabled():
+            freed.append(all(p.grad is None for p in policy.parameters()))
+
+    policy.register_forward_pre_hook(look)
     list(steps_of(policy, max_steps=3))
-    assert len(found) > 6 and all(found)
+    assert len(freed) > 6 and all(freed)
     fresh, used = make_model("Llama"), make_model("Llama")
     used(torch.tensor([[5, 6]])).logits.sum().backward()
     (*_, one), (*_, other) = next(steps_of(fresh)), next(steps_of(used))
@@ -450,15 +454,13 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 
 @pytest.mark.parametrize("returned, said", [
-    ([1.0], r"returned 1 reward, \[1.0\]; allowed are 8, each a finite number or None"),
-    ([1.0] * 9, r"returned 9 rewards, \[1.0, .*; allowed are 8"), ([], r"returned \[\]; allowed are 8"),
-    (0.5, r"returned 0.5; allowed are 8"), (None, r"returned None; allowed are 8"),
-    (["1"] * 8, r"returned 8 rewards, \['1', .*; allowed are 8"), ([nan] * 8, r"returned 8 rewards, \[nan.*; allowed are 8"),
-    ([None] * 7 + [-inf], r"returned 8 rewards, .*; allowed are 8"), ("accuracy", "returned 8 rewards, 'accuracy'; allowed are 8")],
-    ids=str)
+    ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), ([], r"\[\]"), (0.5, "0.5"), (None, "None"),
+    (["1"] * 8, r"8 rewards, \['1', .*"), ([nan] * 8, r"8 rewards, \[nan, .*"), ([None] * 7 + [-inf], "8 rewards, .*"),
+    ("accuracy", "8 rewards, 'accuracy'")], ids=str)
 def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
     """A number, strings, too few, NaN: the error shows it."""
-    with pytest.raises(grpo.InputError, match=f"<lambda> {said}"):
+    said = f"<lambda> returned {said}; allowed are 8, each a finite number or None"
+    with pytest.raises(grpo.InputError, match=said):
         next(steps_of(make_model("Llama"), [by_row, lambda **columns: returned]))
 
 
@@ -491,8 +493,8 @@ def test_what_a_reward_function_changes_is_its_own():
 @draws(8)
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2),
        st.booleans())
-def test_a_run_stopped_at_any_step_and_resumed_has_the_bits_of_the_whole(tmp_path_factory, stop, more, kl, passes, parts,
-                                                                         warmup, sync):
+def test_a_run_stopped_at_any_step_and_resumed_has_the_bits_of_the_whole(tmp_path_factory, stop, more, kl, passes,
+                                                                         parts, warmup, sync):
     """Weights, metrics and moments: stop at any step, save, load, continue; with a reference model and mini-batches."""
     options = dict(max_steps=stop + more, num_iterations=passes, num_mini_batches=parts, warmup_steps=warmup,
                    beta=0.1 * kl, sync_ref_model=kl and sync, ref_model_sync_steps=2)
@@ -540,8 +542,8 @@ def test_what_ends_a_run_leaves_its_last_checkpoint(what, data):
 
 @pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (SystemExit, 99)])
 def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, monkeypatch):
-    """From the first save to the second, before calls that sample, score, update or touch the disk: the run
-    goes on from the last checkpoint to the end of the run that nothing stopped. (99 times: as a kill, no more calls.)"""
+    """From the first save to the second, before calls that sample, score, update or touch the disk: the run goes on
+    from the last checkpoint to the end of the run that nothing stopped. (99 times: as a kill, no more calls.)"""
     run = command(data, max_steps=5, save_steps=2, num_mini_batches=2, max_completion_length=3)
     assert cli(*run, "--output_dir", data / "whole").code == 0
     left = [inf]                                                        # calls until then
@@ -646,7 +648,10 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "cold_start", functools.partial(grpo.cold_start, steps=3))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "grpo.py")])
     (tmp_path / "grpo.args").write_text("--learning_rate 1")            # no file but those named on the command line
-    flags = "--model tiny --max_steps 2 --generation_batch_size 32 --max_completion_length 8 --seed 3 --beta 0.5".split()
+    given = dict(max_steps=2, generation_batch_size=32, max_completion_length=8, seed=3, beta=0.5)
+    flags = ["--model", "tiny"]
+    for name, value in given.items():
+        flags += [f"--{name}", str(value)]
     done = cli(*flags, "--output_dir", tmp_path / "out")
     again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
     for text, count, since in ((done.out, 2, ""), (again.out, 1, "; the first number is of step 2")):
@@ -656,7 +661,6 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
                 r"metrics\.jsonl and checkpoint-\d+ are in \S+", *samples,
                 rf"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 500 problems{since}\)"]
         assert re.fullmatch("\n".join(form) + "\n", text), text
-    given = dict(max_steps=2, generation_batch_size=32, max_completion_length=8, seed=3, beta=0.5)
     assert grpo.parse_options(flags)[0] == grpo.GRPOConfig(**grpo.TINY | given)
 
 
@@ -707,10 +711,12 @@ def test_a_reward_file_may_be_called_like_a_module_and_import_its_neighbours(dat
 
 
 BAD_ROWS = [  # what a dataset holds, what the one line must say
-    ("", "an empty file"), ("\n\n", "an empty file"), ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops; it is not JSON"),
-    ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"solution": "1"}\n', "line 1: .* has no prompt"), ('{"prompt": "1"}\n', "solution"),
-    ('{"prompt": "\udcff"}\n', "line 1: .* is not JSON"), ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
-    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*\['prompt', 'sol"),
+    ("", "an empty file"), ("\n\n", "an empty file"), ('{"prompt": "1"}\n', "solution"),
+    ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops; it is not JSON"),
+    ('{"prompt": "\udcff"}\n', "line 1: .* is not JSON"),
+    ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"solution": "1"}\n', "line 1: .* has no prompt"),
+    ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
+    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*'prompt', 'sol"),
     ('{"prompt": "1", "solution": "1"}\n{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n', "line 2")]
 BAD_FLAGS = [  # flag, value, what the one line must say
     ("dataset", None, "dataset: got None; allowed is FILE.jsonl"), ("dataset", "absent.jsonl", "absent.jsonl"),
@@ -723,8 +729,9 @@ BAD_FLAGS = [  # flag, value, what the one line must say
     ("max_completion_length", 60, "max_completion_length: got 60; allowed is up to 5[0-9]"),
     ("eval_dataset", "absent.jsonl", "absent.jsonl"), ("num_mini_batches", 9, "num_mini_batches: got 9")]
 USELESS = [  # an option that would do nothing, or nothing good, and what is said
-    (dict(delta=1.1), "delta: got 1.1; .* at least 1"), (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"),
-    (dict(delta=1.25, epsilon_high=0.3), "delta: "), (dict(sync_ref_model=True), "sync_ref_model: .* beta > 0"),
+    (dict(delta=1.1), "delta: got 1.1; .* at least 1"), (dict(delta=1.25, epsilon_high=0.3), "delta: "),
+    (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"),
+    (dict(sync_ref_model=True), "sync_ref_model: .* beta > 0"),
     (dict(use_bias_correction_kl=True), "use_bias_correction_kl: .* beta > 0"), (dict(epsilon=1.5), "epsilon: got 1.5"),
     (dict(epsilon=-0.1), "epsilon: got"), (dict(loss_type="bnpo"), "loss_type: got 'bnpo'"),
     (dict(learning_rate=-1.0), "learning_rate: got")]
