@@ -179,7 +179,11 @@ def test_the_numbers_of_page_06():
 
 
 def test_the_numbers_of_page_07():
-    """Several rewards, the group of 9+2, the runs of a real model, memory"""
+    """Four answers, several rewards, the group of 9+2, the runs of a real model, memory"""
+    answers = ["<think>7+5=12,4+8+1=13</think>132", "<think>7+5=12,4+8+0=12</think>122", "132", "<think>132"]
+    assert grpo.accuracy_reward(answers, solution=["132"] * 4) == [1, 0, 1, 0]
+    assert grpo.think_format_reward(answers) == [1, 1, 0, 0]
+    assert grpo.accuracy_reward(["1,000"], solution=["1000.0"]) == [0]
     table = f64([1, 0.8], [1, 0.7], [0, -0.2])
     rewards, doubled = grpo.combine_rewards(table, [0.7, 0.3]), grpo.combine_rewards(table, [1.4, 0.6])
     assert numbers([rewards.mean(), rewards.std(correction=0)]) == near(0.5967, 0.4645)
@@ -203,6 +207,8 @@ def test_the_numbers_of_page_07():
                             ("hacked", 10, [3.09, 2.31]), ("mended", 10, [1.82, 1.06])):
         line, = runs[(runs["run"] == run) & (runs["step"] == step)]
         assert [line["reward"], line["mentions"]] == near(*want, digits=2)
+        if run == "hacked":                                             # `length` is what is left
+            assert line["reward"] - line["mentions"] == approx(0.72 if step == 1 else 0.78, abs=5e-3)
 
     for millions, layers, width, want in (              # width: of the keys of a token in a layer; 4 bytes a number
             (134.515, 30, 3 * 64, [2.2, 0.5, 1.9]), (494.03, 24, 2 * 64, [7.9, 2.0, 1.0]),

@@ -3,38 +3,31 @@
 import runpy
 import shlex
 import sys
+from unittest import mock
 
 import pytest
 from conftest import EXAMPLES
 
 import grpo
 
-SCRIPT = EXAMPLES / "scripts/smollm2.py"
-
 
 @pytest.fixture
 def script(monkeypatch):
     """The script's functions; its downloads end at once, as they do without a network."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    functions = runpy.run_path(str(SCRIPT))
-
-    def no_hub(name):
-        raise OSError("no network")
-    monkeypatch.setattr(grpo, "load_model", no_hub)
-    return functions
+    monkeypatch.setattr(grpo, "load_model", mock.Mock(side_effect=OSError("no network")))
+    return runpy.run_path(str(EXAMPLES / "scripts/smollm2.py"))
 
 
 def test_the_sums_held_out_are_in_no_prompt_of_the_training_data(script):
     """Nor are their mirror images; both parts are right, and an example of a prompt is in neither."""
-    parts = script["sums"]()
-    numbers = {name: [frozenset(map(int, row["prompt"][-1]["content"].split("+"))) for row in rows]
-               for name, rows in parts.items()}
-    examples = {frozenset(map(int, text.split("+"))) for text in ("2+3", "4+4")}
-    seen = [set(numbers["sums_train"]), set(numbers["sums_held_out"]), examples]
-    assert len(set.union(*seen)) == sum(map(len, seen)) == 55                       # unordered pairs of ten digits
+    parts, seen = script["sums"](), [{(2, 3), (4, 4)}]
     assert [len(rows) for rows in parts.values()] == [65, 32]
-    for row in parts["sums_train"] + parts["sums_held_out"]:
-        assert row["solution"] == str(sum(map(int, row["prompt"][-1]["content"].split("+"))))
+    for rows in parts.values():
+        sums = [sorted(map(int, row["prompt"][-1]["content"].split("+"))) for row in rows]
+        assert [row["solution"] for row in rows] == [str(x + y) for x, y in sums]
+        seen.append(set(map(tuple, sums)))
+    assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
     train, held_out = ({row["topic"] for row in rows} for rows in script["sentences"]().values())
     assert len(train) == 24 and len(held_out) == 8 and not train & held_out
 
@@ -42,16 +35,14 @@ def test_the_sums_held_out_are_in_no_prompt_of_the_training_data(script):
 def test_a_folder_that_is_there_and_a_missing_network_are_one_line(script, tmp_path, monkeypatch, capsys):
     """Exit code 2, and nothing is written."""
     (tmp_path / "old").mkdir()
-    assert script["main"]([str(tmp_path / "old")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)              # gguf
-    assert script["main"]([str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert script["main"]([str(tmp_path / "new"), "--wheel"]) == 2
-    assert "pip install gguf" in capsys.readouterr().err
+    for gguf, folder, flags, said in ((True, "old", [], "old"), (True, "new", [], "pip did not get"),
+                                      (None, "new", ["--wheel"], "pip install gguf")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: gguf)
+        assert script["main"]([f"{tmp_path}/{folder}", *flags]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 

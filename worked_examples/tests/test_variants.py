@@ -17,11 +17,6 @@ from test_grpo import (advantages_of, any_advantage, any_float32, any_group, any
 from worked_examples.scripts import variants
 
 
-def leave_one_out_of(rewards):
-    """The advantages of one group."""
-    return variants.leave_one_out_advantages(f64(rewards), len(rewards))
-
-
 @pytest.mark.parametrize("limits, lengths, want", [
     ((1280, 256), [900, 1024, 1088, 1152, 1280, 2000], [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]),                # page 7
     pytest.param((5, 0), [5, 6], [0.0, -1.0], marks=beyond("empty"))], ids=str)
@@ -34,7 +29,7 @@ def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths
 @given(any_groups)
 def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups):
     """A_i = r_i - mean of the other G - 1 (RLOO): 1, 0, 0, 1 becomes 2/3, -2/3, -2/3, 2/3 (page 10)"""
-    expect(leave_one_out_of([1.0, 0.0, 0.0, 1.0]), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    expect(variants.leave_one_out_advantages(f64([1, 0, 0, 1]), 4), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
     G = len(groups[0])
     want = [[r - (sum(rewards) - r) / (G - 1) for r in rewards] for rewards in groups]
     expect(variants.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
@@ -57,11 +52,12 @@ def test_leave_one_out_advantages_of_whole_numbers_are_those_of_floats():
 def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewards, c):
     """A_i(r_i + c) = A_i(r_i) + c: the baseline does not move with its own answer; r - mean is (n - 1)/n of it"""
     (first, *rest), n = rewards, len(rewards)
-    expect_equal(leave_one_out_of([first + c, *rest])[0], leave_one_out_of(rewards)[0] + c)
-    expect_equal(leave_one_out_of(rewards) * (n - 1) / n, advantages_of([rewards], scale_rewards="none")[0])
+    A, moved = [variants.leave_one_out_advantages(f64(r), n) for r in (rewards, [first + c, *rest])]
+    expect_equal(moved[0], A[0] + c)
+    expect_equal(A * (n - 1) / n, advantages_of([rewards], scale_rewards="none")[0])
 
 
-@with_options({}, dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0))
+@with_options({}, dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0), dict(lam=1.0))
 @given(answers(any_reward, any_reward))
 def test_gae_advantages_match_the_oracle(options, rows):
     """A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γ·V_{t+1} - V_t, nothing after the end; return_t = A_t + V_t"""
@@ -84,13 +80,6 @@ def test_gae_advantages_match_the_worked_numbers(lam, want):
     """λ = 0: A_t = δ_t, the critic is trusted; λ = 1: the rewards to come less V_t, it is a baseline (page 10)"""
     rewards, values = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
     expect(variants.gae_advantages(rewards, values, torch.ones(1, 3), lam=lam)[0], [want])
-
-
-@given(answers(any_reward, any_reward))
-def test_gae_advantages_at_lambda_1_return_the_rewards_to_come(rows):
-    """λ = γ = 1: A_t + V_t = r_t + ... + r_T"""
-    r, V, mask = columns(rows, padding=0.0)
-    expect(variants.gae_advantages(r, V, mask, lam=1.0)[1], r.flip(1).cumsum(1).flip(1) * mask)
 
 
 @given(answers(any_logp, any_logp), st.lists(any_reward, min_size=3, max_size=3), grid(0, 2, 0.25))
