@@ -62,6 +62,13 @@ def smallest_input_of(item, error):
     return re.sub(r"Failing test case: \w+\( *|,? *\)?$", "", " ".join(" ".join(notes).split()))
 
 
+def about(item):
+    """The function that a law is about, the first that its name mentions, and the law's mark."""
+    mentioned = [name for name in NAMES if name in item.name]
+    marks = [mark for mark in ("beyond", "errors") if item.get_closest_marker(mark)]
+    return min(mentioned, key=item.name.index), (marks + ["formula"])[0]
+
+
 class Laws:
     """A plugin of pytest, which puts a module in the place of grpo.py and variants.py and notes what the laws say."""
 
@@ -117,10 +124,7 @@ class Laws:
         laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
 
     def pytest_runtest_setup(self, item):
-        """A law is about the first function that its name mentions."""
-        mentioned = [name for name in NAMES if name in item.name]
-        marks = [mark for mark in ("beyond", "errors") if item.get_closest_marker(mark)]
-        self.asked = min(mentioned, key=item.name.index), (marks + ["formula"])[0]
+        self.asked = about(item)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
