@@ -69,9 +69,9 @@ def grades(path, text):
 def test_a_mistake_costs_its_own_functions_points(tmp_path, monkeypatch):
     """An exit, a hang, a sign: these lose their points, with a reason; their callers have all of theirs"""
     monkeypatch.setenv("GRPO_EXAMPLES", "2")
-    monkeypatch.setattr(grading, "SECONDS", 8)
+    monkeypatch.setattr(grading, "SECONDS", 12)
     found = grades(tmp_path / "my_grpo.py", RIGHT + WRONG)
-    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "8 seconds",
+    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "12 seconds",
                "clipped_surrogate_loss": "= -1 × expected", grading.STEP: "exit code 0"}
     for name, test in found.items():
         function, mark = name.split(", ")
@@ -95,8 +95,7 @@ def test_a_file_that_computes_nothing_earns_nothing(tmp_path, monkeypatch):
     assert sums == [int(points) for points in re.findall(r"^\| [^|]* \| (\d+) \|$", page, re.M)]
 
 
-@pytest.mark.parametrize("text, why", [("", "not written"), ("import grpo", "ModuleNotFoundError"),
-                                       ("def kl_estimate(:", "SyntaxError")])
+@pytest.mark.parametrize("text, why", [("", "not written"), ("import grpo", "ModuleNotFoundError")])
 def test_a_file_without_a_function_says_why(text, why, tmp_path):
     """Blank, or not to be imported: each function loses its points for this reason"""
     found = grades(tmp_path / "my_grpo.py", text)
