@@ -68,7 +68,7 @@ def grades(path, text):
 
 def test_a_mistake_costs_its_own_functions_points(tmp_path, monkeypatch):
     """An exit, a hang, a sign: these lose their points, with a reason; their callers have all of theirs"""
-    monkeypatch.setenv("GRPO_EXAMPLES", "2")
+    monkeypatch.setenv("GRPO_EXAMPLES", "1")
     monkeypatch.setattr(grading, "SECONDS", 12)
     found = grades(tmp_path / "my_grpo.py", RIGHT + WRONG)
     reasons = {"combine_rewards": "exit code 0", "importance_ratio": "12 seconds",
@@ -103,14 +103,14 @@ def test_a_file_without_a_function_says_why(text, why, tmp_path):
     assert all(why in test["output"] for name, test in found.items() if name.endswith("formula"))
 
 
-def test_each_exhibit_has_a_symptom_a_place_and_a_line():
-    """spot_the_bug.py's numbers are the museum's exhibits, and what it says of the place is where the files differ"""
+def test_each_exhibit_has_a_symptom_and_a_line_that_is_wrong():
+    """spot_the_bug.py's numbers are the museum's exhibits; without the lines that it calls wrong, grpo.py has the rest"""
     assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
+    right = homework.GRPO.read_text(encoding="utf-8").splitlines()
     for exhibit in spot_the_bug.ORDER:
-        (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
-        assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
-        assert all(lines[number - 1] == line for number, line in section.items())
-        assert spot_the_bug.symptoms(exhibit)
+        seen, wrong = spot_the_bug.symptoms(exhibit), spot_the_bug.changed(exhibit)
+        lines = list(enumerate(spot_the_bug.printed(exhibit), 1))[len(seen) + 1:]
+        assert seen and wrong and all(line in right for number, line in lines if number not in wrong)
 
 
 def test_the_tests_that_see_a_bug_can_be_run(capfd):
@@ -118,3 +118,4 @@ def test_the_tests_that_see_a_bug_can_be_run(capfd):
     assert spot_the_bug.main(["3", "--test"]) == 0 and "1 failed" in capfd.readouterr().out
     assert spot_the_bug.main(["3", f"--check={spot_the_bug.changed(1)[0]}"]) == 0
     assert capfd.readouterr().out.startswith("yes")
+    assert spot_the_bug.main(["3", "--hint"]) == 0 and capfd.readouterr().out == "clipped_surrogate_loss\n"
