@@ -33,7 +33,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
         assert ast.get_docstring(mine[name]) == ast.get_docstring(function)
         assert ast.dump(mine[name].args) == ast.dump(function.args)
     assert set(grading.MAIN + grading.FURTHER) == set(ours) and not set(homework.written(path)) & set(ours)
-    assert all(f"Rung {number}. " in text for number in range(1, 11)) and "<details>" not in text
+    assert all(f"### {number}. " in text for number in range(1, 11)) and "<details>" not in text
     with pytest.raises(SystemExit, match="2"):
         homework.main(["--new", str(path)])
     assert path.read_text(encoding="utf-8") == text
