@@ -104,7 +104,7 @@ def test_a_file_without_a_function_says_why(text, why, tmp_path):
 
 
 def test_each_exhibit_has_a_symptom_and_a_line_that_is_wrong():
-    """spot_the_bug.py's numbers are the museum's exhibits; without the lines that it calls wrong, grpo.py has the rest"""
+    """The numbers are the museum's exhibits; all lines but those that spot_the_bug.py calls wrong are grpo.py's"""
     assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
     right = homework.GRPO.read_text(encoding="utf-8").splitlines()
     for exhibit in spot_the_bug.ORDER:

@@ -1,6 +1,6 @@
 """Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names.
 
-Run as a script, this file collects the laws once, breaks one line after another and asks; the tests read what it prints.
+Run as a script, this file collects the laws once, breaks one line after another and asks. The tests read its output.
 """
 
 import ast
