@@ -5,11 +5,10 @@
     python worked_examples/check_your_own/check.py my_grpo.py -m beyond        what the formulas leave open
     python worked_examples/check_your_own/check.py my_grpo.py -m errors        are wrong shapes and words errors?
 
-What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, and the smallest input
-that breaks it), waits for NAME (a function that it calls, and that differs or is not there), not there. A law is
-skipped where it needs a function or an argument that the file lacks, or a function that raises NotImplementedError
-without a text. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours,
-read it first.
+What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, its smallest input),
+waits for NAME (a function that it calls, and that differs or is not there), not there. A law is skipped where the file
+lacks what it needs, or raises NotImplementedError without a text. The file's TOLERANCE (1e-6) says how exact it is. The
+file runs in this process: if it is not yours, read it first.
 """
 
 import functools
@@ -38,7 +37,6 @@ FORMULAS = "not beyond and not errors"
 
 class Verdict(NamedTuple):
     """What came of one test."""
-    test: str
     function: str           # that its law is about
     mark: str               # "formula", "beyond" or "errors"
     outcome: str            # "same", "differs", or why it was skipped: "not there", "waits for NAME", "no argument ..."
@@ -60,6 +58,13 @@ def smallest_input_of(item, error):
     row = item.callspec.params if hasattr(item, "callspec") else {}
     notes = getattr(error, "__notes__", None) or [f"{name}={value}, " for name, value in row.items()]
     return re.sub(r"Failing test case: \w+\( *|,? *\)?$", "", " ".join(" ".join(notes).split()))
+
+
+def about(item):
+    """The function that a law is about, the first that its name mentions, and the law's mark."""
+    mentioned = [name for name in NAMES if name in item.name]
+    marks = [mark for mark in ("beyond", "errors") if item.get_closest_marker(mark)]
+    return min(mentioned, key=item.name.index), (marks + ["formula"])[0]
 
 
 class Laws:
@@ -117,10 +122,7 @@ class Laws:
         laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
 
     def pytest_runtest_setup(self, item):
-        """A law is about the first function that its name mentions."""
-        mentioned = [name for name in NAMES if name in item.name]
-        marks = [mark for mark in ("beyond", "errors") if item.get_closest_marker(mark)]
-        self.asked = min(mentioned, key=item.name.index), (marks + ["formula"])[0]
+        self.asked = about(item)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -131,21 +133,21 @@ class Laws:
                 outcome = call.excinfo.value.msg
             if report.failed:
                 outcome, smallest_input = "differs", smallest_input_of(item, call.excinfo.value)
-            self.verdicts.append(Verdict(item.name, *self.asked, outcome, item.function.__doc__, smallest_input))
+            self.verdicts.append(Verdict(*self.asked, outcome, item.function.__doc__, smallest_input))
         return report
 
     def summary(self, name):
         """One line for a function; empty if no law was asked of it."""
         verdicts = [verdict for verdict in self.verdicts if verdict.function == name]
         differs = [verdict for verdict in verdicts if verdict.outcome == "differs"]
-        same = [verdict for verdict in verdicts if verdict.outcome == "same"]
         if differs:
             return f"differs in {len(differs)} of {len(verdicts)} ({differs[0].law}; {differs[0].smallest_input})"
-        why = sorted({verdict.outcome for verdict in verdicts} - {"same"})
+        outcomes = [verdict.outcome for verdict in verdicts]
+        why = sorted(set(outcomes) - {"same"})
         waits = [reason for reason in why if reason.startswith("waits")]
-        if waits or not same:
+        if waits or "same" not in outcomes:
             return ", ".join(waits or why)
-        return f"same in {len(same)} of {len(verdicts)} ({', '.join(why)})" if why else "same"
+        return f"same in {outcomes.count('same')} of {len(outcomes)} ({', '.join(why)})" if why else "same"
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")

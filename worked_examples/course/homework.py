@@ -6,9 +6,8 @@
     python worked_examples/course/homework.py --grade my_grpo.py           points, and why each lost one is lost
     python worked_examples/course/homework.py --grade my_grpo.py -k kl     the same for the functions called so
 
-A run takes grpo.py's function where yours is not written. The rungs are at the top of the new file; write what you
-expect into predictions.txt, a line for each ("3: ..."), before you run. While you write, ask the tests of one function;
-with -x they stop at the first mistake and show the input, what is expected and what came:
+A run takes grpo.py's function where yours is not written. The rungs are at the top of the new file. Before you run one,
+write what you expect into predictions.txt. While you write, ask the tests of one function up to the first mistake:
 
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats -m "beyond or errors"
@@ -46,21 +45,13 @@ def emptied(path):
     return lines
 
 
-def rungs():
-    """{number: text} of the rungs in course/README.md, without their answers."""
-    text = COURSE.read_text(encoding="utf-8")
-    found = re.findall(r"^### (\d+)\. (.*?)<details>", text, re.S | re.M)
-    return {int(number): rung.strip() for number, rung in found}
-
-
 def new(path):
     """Write the file for the student; an error if it exists."""
     paragraphs = GRPO.read_text(encoding="utf-8").split('"""')[1].split("\n\n")
     notation = next(text for text in paragraphs if text.startswith("Notation"))
-    course = COURSE.read_text(encoding="utf-8")
-    the_run = course.partition("\n## The rungs\n\n")[2].partition("\n\n### 1. ")[0]
-    tasks = [f"Rung {number}. {text}" for number, text in rungs().items()]
-    head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, the_run, *tasks]
+    rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE.read_text(encoding="utf-8"), re.S | re.M)[0]
+    rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)     # their answers
+    head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, rungs]
     ours, others = emptied(GRPO), emptied(VARIANTS)
     first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
     further = others[others.index("import grpo") + 1:]
@@ -85,10 +76,8 @@ def put(path):
     mine, names = check.load(path), list(exercises(GRPO))
     yours = [name for name in names if name in written(path)]
     for name in names:
-        if name in yours:
-            setattr(grpo, name, getattr(mine, name))
-        else:
-            setattr(mine, name, getattr(grpo, name))
+        source, target = (mine, grpo) if name in yours else (grpo, mine)
+        setattr(target, name, getattr(source, name))
     print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
 
 

@@ -1,8 +1,7 @@
 """Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
     python worked_examples/course/spot_the_bug.py 7 > grpo_bug.py   what a run shows is at the top
-    python worked_examples/course/spot_the_bug.py 7 --section       the section with the bug, with grpo_bug.py's lines
-    python worked_examples/course/spot_the_bug.py 7 --hint 1        the section; 2: the function; 3: the museum's title
+    python worked_examples/course/spot_the_bug.py 7 --hint          the function that has it
     python worked_examples/course/spot_the_bug.py 7 --check 250     whether line 250 of grpo_bug.py is the wrong one
     python worked_examples/course/spot_the_bug.py 7 --test          run the tests that see it
     python worked_examples/course/spot_the_bug.py 7 --answer        the exhibit
@@ -61,13 +60,9 @@ def changed(exhibit):
             for line in (range(first + 1, last + 1) if first < last else (first, first + 1))]
 
 
-def place(exhibit):
-    """Where the bug is: the function, and the section's lines by number."""
-    lines, where = list(enumerate(printed(exhibit), 1)), changed(exhibit)[0]
-    function = re.findall(r"^def (\w+)", "\n".join(line for _, line in lines[:where]), re.M)[-1]
-    heads = [number for number, line in lines if line.startswith("# §")]
-    first = max(number for number in heads if number <= where)
-    return function, dict(lines[first - 1:min([number for number in heads if number > where]) - 1])
+def function_of(exhibit):
+    """The name of the function that has the bug."""
+    return re.findall(r"^def (\w+)", "\n".join(printed(exhibit)[:changed(exhibit)[0]]), re.M)[-1]
 
 
 def run_tests(exhibit):
@@ -86,24 +81,19 @@ def run_tests(exhibit):
 def main(argv):
     parser = argparse.ArgumentParser(prog="spot_the_bug.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("number", type=int, choices=range(1, len(ORDER) + 1))
-    for flag in ("--exhibit", "--section", "--test", "--answer"):
+    for flag in ("--exhibit", "--hint", "--test", "--answer"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--hint", type=int, choices=(1, 2, 3))
     parser.add_argument("--check", type=int, metavar="LINE")
     options = parser.parse_args(argv)
     exhibit = options.number if options.exhibit else ORDER[options.number - 1]
     if options.test:
         return run_tests(exhibit)
-    function, section = place(exhibit)
     if options.check is not None:
         print("yes, that is the line" if options.check in changed(exhibit) else "no, that line is right")
     elif options.answer:
         print(exhibits()[exhibit])
     elif options.hint:
-        hints = next(iter(section.values())).strip("# -"), function, exhibits()[exhibit].splitlines()[0]
-        print(hints[options.hint - 1])
-    elif options.section:
-        print("\n".join(f"{number:5}  {line}".rstrip() for number, line in section.items()))
+        print(function_of(exhibit))
     else:
         print("\n".join(printed(exhibit)))
     return 0

@@ -10,19 +10,15 @@ import grpo
 from worked_examples.course import grading, homework, spot_the_bug
 
 MATHS = homework.GRPO.read_text(encoding="utf-8").partition("\n# §9 ")[0]
+RIGHT = MATHS + homework.VARIANTS.read_text(encoding="utf-8").partition("\nimport grpo\n")[2].replace("grpo.", "")
 A = "\ndef group_advantages(rewards, num_generations, **options): return rewards"
-MIXED = '''
-import os, time, torch
+WRONG = '''
+import os, time
 print("hello")
-def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-def kl_estimate(logps, ref_logps, *, estimator="k3"): os._exit(0)
+def combine_rewards(*args, **options): os._exit(0)
 def importance_ratio(*args, **options): time.sleep(1000)
-def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
-    return torch.min(unclipped_ratio * advantages, clip_ratio(ratio, epsilon_low, epsilon_high) * advantages)
-def selective_log_softmax(logits, index):
-    logps = kl_estimate(logits.log_softmax(-1), torch.zeros_like(logits), estimator="k1")
-    return logps.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+right = clipped_surrogate_loss
+def clipped_surrogate_loss(ratio, advantages, **options): return -right(ratio, advantages, **options)
 '''
 
 
@@ -37,7 +33,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
         assert ast.get_docstring(mine[name]) == ast.get_docstring(function)
         assert ast.dump(mine[name].args) == ast.dump(function.args)
     assert set(grading.MAIN + grading.FURTHER) == set(ours) and not set(homework.written(path)) & set(ours)
-    assert all(f"Rung {number}. " in text for number in range(1, 11)) and "<details>" not in text
+    assert all(f"### {number}. " in text for number in range(1, 11)) and "<details>" not in text
     with pytest.raises(SystemExit, match="2"):
         homework.main(["--new", str(path)])
     assert path.read_text(encoding="utf-8") == text
@@ -60,8 +56,9 @@ def test_the_table_shows_what_the_rungs_say(mine, R, printed, tmp_path, capsys):
     assert all(number in rounds[i] for i, number in printed.items()), rounds
 
 
-def grades(path):
-    """What --grade --json says: {name: test}."""
+def grades(path, text):
+    """What --grade --json says of a file: {name: test}."""
+    path.write_text(text, encoding="utf-8")
     report = path.with_name("results.json")
     assert homework.main(["--grade", str(path), "--json", str(report)]) == 1
     results = json.loads(report.read_text(encoding="utf-8"))
@@ -69,28 +66,26 @@ def grades(path):
     return {test["name"]: test for test in results["tests"]}
 
 
-def test_grades_are_given_for_what_a_function_computes(tmp_path, monkeypatch):
-    """A right one has its points, whatever it calls; a wrong one, an exit, a hang and `return 0` have none"""
-    path, names = tmp_path / "my_grpo.py", grading.MAIN + grading.FURTHER
-    names.remove("per_token_logps")                                     # its laws take seconds to import transformers
-    zeros = [f"def {name}(*args, **options): return 0\n" for name in names if f"def {name}(" not in MIXED]
-    path.write_text(MIXED + "".join(zeros), encoding="utf-8")
+def test_a_mistake_costs_its_own_functions_points(tmp_path, monkeypatch):
+    """An exit, a hang, a sign: these lose their points, with a reason; their callers have all of theirs"""
+    monkeypatch.setenv("GRPO_EXAMPLES", "1")
+    monkeypatch.setattr(grading, "SECONDS", 12)
+    found = grades(tmp_path / "my_grpo.py", RIGHT + WRONG)
+    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "12 seconds",
+               "clipped_surrogate_loss": "= -1 × expected", grading.STEP: "exit code 0"}
+    for name, test in found.items():
+        function, mark = name.split(", ")
+        assert test["score"] == (0 if function in reasons else test["max_score"]), name
+        if mark == "formula":
+            assert reasons.get(function, "") in test["output"]
+
+
+def test_a_file_that_computes_nothing_earns_nothing(tmp_path, monkeypatch):
+    """`return 0` in each function; the sums of the highest points are those of the page"""
     monkeypatch.setenv("GRPO_EXAMPLES", "2")
-    monkeypatch.setattr(grading, "SECONDS", 8)
-    found = grades(path)
-    earned = {name.partition(",")[0] for name, test in found.items() if test["score"]}
-    assert earned == {"clip_ratio", "selective_log_softmax"}
-    reasons = dict(kl_estimate="exit code 0", importance_ratio="8 seconds", clipped_surrogate_loss="= -1 × expected")
-    for name, why in reasons.items():
-        assert why in found[f"{name}, formula"]["output"]
-
-
-def test_a_file_that_cannot_be_imported_says_why_and_the_page_has_the_points(tmp_path):
-    """Each function has the reason; the sums of the highest points are those of the page"""
-    (tmp_path / "my_grpo.py").write_text("import grpo")
-    found = grades(tmp_path / "my_grpo.py")
-    formulas = [test["output"] for name, test in found.items() if name.endswith("formula") and grading.STEP not in name]
-    assert all("ModuleNotFoundError" in why for why in formulas)
+    names = grading.MAIN + grading.FURTHER
+    found = grades(tmp_path / "my_grpo.py", "".join(f"def {name}(*args, **options): return 0\n" for name in names))
+    assert not any(test["score"] for test in found.values())
     parts = [["combine_rewards", "group_stats", "group_advantages", "accuracy_reward", "think_format_reward"],
              ["broadcast_advantages", "make_completion_mask", "selective_log_softmax", "entropy_from_logits",
               "per_token_logps"], ["importance_ratio", "clip_ratio", "clipped_surrogate_loss", "kl_estimate"],
@@ -100,14 +95,22 @@ def test_a_file_that_cannot_be_imported_says_why_and_the_page_has_the_points(tmp
     assert sums == [int(points) for points in re.findall(r"^\| [^|]* \| (\d+) \|$", page, re.M)]
 
 
-def test_each_exhibit_has_a_symptom_a_place_and_a_line():
-    """spot_the_bug.py's numbers are the museum's exhibits, and what it says of the place is where the files differ"""
+@pytest.mark.parametrize("text, why", [("", "not written"), ("import grpo", "ModuleNotFoundError")])
+def test_a_file_without_a_function_says_why(text, why, tmp_path):
+    """Blank, or not to be imported: each function loses its points for this reason"""
+    found = grades(tmp_path / "my_grpo.py", text)
+    assert not any(test["score"] for test in found.values())
+    assert all(why in test["output"] for name, test in found.items() if name.endswith("formula"))
+
+
+def test_each_exhibit_has_a_symptom_and_a_line_that_is_wrong():
+    """The numbers are the museum's exhibits; all lines but those that spot_the_bug.py calls wrong are grpo.py's"""
     assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
+    right = homework.GRPO.read_text(encoding="utf-8").splitlines()
     for exhibit in spot_the_bug.ORDER:
-        (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
-        assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
-        assert all(lines[number - 1] == line for number, line in section.items())
-        assert spot_the_bug.symptoms(exhibit)
+        seen, wrong = spot_the_bug.symptoms(exhibit), spot_the_bug.changed(exhibit)
+        lines = list(enumerate(spot_the_bug.printed(exhibit), 1))[len(seen) + 1:]
+        assert seen and wrong and all(line in right for number, line in lines if number not in wrong)
 
 
 def test_the_tests_that_see_a_bug_can_be_run(capfd):
@@ -115,3 +118,4 @@ def test_the_tests_that_see_a_bug_can_be_run(capfd):
     assert spot_the_bug.main(["3", "--test"]) == 0 and "1 failed" in capfd.readouterr().out
     assert spot_the_bug.main(["3", f"--check={spot_the_bug.changed(1)[0]}"]) == 0
     assert capfd.readouterr().out.startswith("yes")
+    assert spot_the_bug.main(["3", "--hint"]) == 0 and capfd.readouterr().out == "clipped_surrogate_loss\n"

@@ -1,10 +1,11 @@
 """Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names.
 
-Run as a script, this file collects the laws once, breaks one line after another and asks; the tests read what it writes.
+Run as a script, this file collects the laws once, breaks one line after another and asks. The tests read its output.
 """
 
 import ast
 import collections
+import functools
 import inspect
 import json
 import os
@@ -31,15 +32,14 @@ EXHIBITS = {str(number): re.findall(r"`(test_\w+)`", text) for number, text in s
 class Breaker:
     """A plugin of pytest: instead of each test once, it asks of each text the laws that belong to it."""
 
-    def __init__(self, module, texts, laws):
-        self.module, self.texts, self.laws, self.found = module, texts, laws, {}
+    def __init__(self, module, texts, laws, checker=None):
+        self.module, self.texts, self.laws, self.checker, self.found = module, texts, laws, checker, {}
 
     def pytest_runtestloop(self, session):
         for name, text in self.texts.items():
             exec(compile(text, f"{name}.py", "exec"), vars(self.module))
-            for plugin in session.config.pluginmanager.get_plugins():
-                if hasattr(plugin, "watched"):                          # check.py's: it wraps the functions
-                    plugin.__init__(self.module)
+            if self.checker:
+                self.checker.__init__(self.module)                      # it wraps the functions
             self.found[name] = {law: self.outcomes(session.items, law) for law in self.laws[name]}
         return True
 
@@ -72,27 +72,23 @@ def break_formulas():
     module = types.ModuleType("formulas")
     texts = {"right": FORMULAS} | {name: FORMULAS.replace(old, new) for name, old, new, _ in MISTAKES}
     laws = {"right": [""]} | {name: [law] for name, _, _, law in MISTAKES}
-    breaker = Breaker(module, texts, laws)
-    pytest.main([*map(str, check.LAWS), *check.OPTIONS, check.FORMULAS], [breaker, check.Laws(module)])
+    breaker = Breaker(module, texts, laws, check.Laws(module))
+    pytest.main([*map(str, check.LAWS), *check.OPTIONS, check.FORMULAS], [breaker, breaker.checker])
     return breaker.found
 
 
 # The tests ------------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """A function: what break_grpo or break_formulas says, in a process of its own."""
-    def run(what):
-        path = tmp_path_factory.getbasetemp() / what
-        if not path.exists():
-            subprocess.run([sys.executable, __file__, what, path], stdout=subprocess.DEVNULL, check=True,
-                           env=os.environ | {"GRPO_EXAMPLES": "10"})
-        return json.loads(path.read_text())
-    return run
+@functools.cache
+def found(what):
+    """What break_grpo or break_formulas says, in a process of its own."""
+    run = subprocess.run([sys.executable, __file__, what], capture_output=True, text=True, check=True,
+                         env=os.environ | {"GRPO_EXAMPLES": "10"})
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS)
-def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, found):
+def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit):
     """Each of these laws passes on grpo.py and fails on grpo.py with the bug in it"""
     right, broken = (found("break_grpo")[name] for name in ("right", exhibit))
     for law in EXHIBITS[exhibit]:
@@ -100,13 +96,13 @@ def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, found):
 
 
 @pytest.mark.parametrize("mistake, old, new, law", MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, found):
+def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law):
     """The law fails on formulas.py with the mistake in it: no law is needed that goes beyond the formula"""
     assert FORMULAS.count(old) == 1
     assert found("break_formulas")[mistake][law]["failed"]
 
 
-def test_the_formulas_pass_every_law_of_the_formulas(found):
+def test_the_formulas_pass_every_law_of_the_formulas():
     """None fails, and it is more than 150 that are asked"""
     counts = found("break_formulas")["right"][""]
     assert counts["failed"] == 0 and counts["passed"] > 150
@@ -130,4 +126,5 @@ def test_the_formulas_keep_in_step_with_grpo_py():
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(globals()[sys.argv[1]]()))
+    result = globals()[sys.argv[1]]()
+    print("\n" + json.dumps(result))
