@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, its equations as pure functions.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
-gets a score. If it is above the group's mean, the answer's tokens are pushed up; if below, down.
+gets a score. Tokens of an answer above the group's mean become more likely, of one below it less.
 §1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the
 demo's task, §12 the command line.
 
@@ -16,7 +16,7 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     L, T           -                               tokens of the longest prompt, completion
     T_max          max_completion_length           the limit of sampling, T <= T_max
     V, S, F        -                               vocabulary, reasoning steps, reward functions
-    r_i            rewards                 (B,)    score of an answer, summed over the functions
+    r_i            rewards                 (B,)    score of an answer, a weighted sum over functions
     A_i, A_{i,t}   advantages              (B,)    how far above the group's mean; or (B, T)
     log π_θ        logps                   (B, T)  log-prob of each sampled token, the policy (nats)
     log π_old      old_logps               (B, T)  the same before the step's first update
@@ -27,15 +27,15 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on
-each batch. With one update ρ = 1 and nothing clips. The value of the loss is then a mean of -A and
-says little, but its gradient is a mean of -A·∇log π: the policy learns. The paper's own loss is
---loss_type grpo --beta 0.04.
+each batch. With one update ρ = 1 and nothing clips. The value of the loss is then a weighted sum of
+-A and says little, but its gradient is that sum of -A·∇log π: the policy learns. The paper's own
+loss is --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
-values at padding positions, even NaN, affect no result and no gradient. A wrong shape or word is
-an error that names the argument, what came and what is allowed. Left out on purpose: inference
-servers, LoRA, images, tools, value networks, more than one GPU, and top-k or top-p sampling, which
-changes the log-probs.
+what a function with a mask finds at padding, even NaN, reaches neither its result nor its gradient.
+A shape that would be wrong in silence, or an unknown word, is an error that names the argument,
+what came and what is allowed. Left out on purpose: inference servers, LoRA, images, tools, value
+networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
 """
 
 import copy
@@ -85,7 +85,7 @@ def group_stats(rewards, num_generations, *, correction=1):
 
     mean = 1/G·Σ r_i,  std = √(Σ (r_i - mean)² / (G - correction)).
     correction (below num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
-    Returns: (P,), (P,); of a silent group, whose rewards are all equal, exactly that reward and 0.
+    Returns: (P,), (P,); for a silent group (equal rewards) exactly that reward and 0.
     """
     assert rewards.dim() == 1, f"rewards: got {tuple(rewards.shape)}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
@@ -219,14 +219,14 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
     """Limit the ratio: the further π_θ is from π_old, the less the samples say about π_θ.
 
-    clip(ρ) = min(max(ρ, 1 - ε_low), 1 + ε_high), of any shape; for its gradient see the next one.
+    clip(ρ) = min(max(ρ, 1 - ε_low), 1 + ε_high), of any shape.
     Source: DeepSeekMath eq. 3, with ε_low = ε_high; DAPO (arXiv:2503.14476) §3.1 raises ε_high.
     """
     return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    """Push tokens of good answers up, of bad ones down, until ρ leaves the clip range that way.
+    """Push tokens of good answers up, of bad ones down, until ρ leaves the range in that direction.
 
     l = -min(ρ·A, clip(ρ)·A). Its gradient:
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
@@ -250,10 +250,10 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over one token of
-    π_θ; the text before it and its weight in the loss are fixed:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over the next token,
+    drawn from π_θ after a fixed text, with a fixed weight in the loss:
               value      gradient by autograd, which does not see that the samples depend on θ
-        k1    KL         0: as a loss, noise alone
+        k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
     Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; gradients:
@@ -324,7 +324,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below
         the range, A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean
         (both); kl, its mean. They divide by num_items_in_batch, or by this mask's tokens without
-        it: those of parts add up.
+        it: the metrics of parts add up.
     Gotcha: on-policy, at beta 0, the "clip" loss is a weighted sum of -A, often near 0; its
     gradient is not.
     """
@@ -475,7 +475,7 @@ def think_format_reward(completions, **kwargs):
 # §9 Sampling --------------------------------------------------------------------------------------
 
 class InputError(ValueError):
-    """An error that the user can put right: shown in one line, exit code 2."""
+    """An error that the user can fix: shown in one line, exit code 2."""
 
 
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids,
@@ -483,8 +483,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record each token's log-prob.
 
     o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token
-    has a uniform number u_t of its own, so the rest of the batch matters by rounding alone. No
-    top_k, no top_p.
+    has a uniform number u_t of its own, so other rows change it by rounding alone. No top_k, top_p.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded.
         eos_token_ids: one or several. uniforms: (P·G, T_max) in [0, 1), or None to take the
         likeliest token (greedy).
@@ -508,13 +507,13 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             cache = output.past_key_values
             if t == 0:                                         # (P, V) so far; now G times each
                 prompt_of = live // num_generations                             # (B,)
-                cache.reorder_cache(prompt_of)
+                cache.reorder_cache(prompt_of)                 # which also repeats
                 logits, mask = logits[prompt_of], mask[prompt_of]               # (B, V), (B, L)
             if uniforms is None:
                 token = logits.argmax(-1)                                       # (live,)
             else:                                              # float32 would lose rare tokens
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)        # (live, V)
-                drawn = uniforms[live, t, None] * cdf[:, -1:]  # (live, 1); the sum is not quite 1
+                drawn = uniforms[live, t, None] * cdf[:, -1:]  # (live, 1); the last is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0]
                 token = token.clamp(max=cdf.size(1) - 1)                        # (live,)
             completion_ids[live, t] = token
@@ -611,7 +610,7 @@ def option(default, text):
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """Mostly TRL's names. There max_steps counts updates, cispo and sapo are kinds of loss_type."""
+    """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
     learning_rate: float = option(1e-6, "AdamW's step size")
     lr_scheduler_type: Literal["linear", "constant"] = option("linear", "linear: down to 0")
     warmup_steps: int = option(0, "steps over which the step size rises")
@@ -627,7 +626,7 @@ class GRPOConfig:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(0.2, "clip range below 1, at most 1; also above, or else epsilon_high")
+    epsilon: float = option(0.2, "clip range below 1, at most 1; above it epsilon_high, or this")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the ratio's cap (5)")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term; 0: no reference model")
@@ -676,7 +675,7 @@ def loss_options(config):
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
-    """Algorithm 1, line 9: from rewards (B, F) to (B, T), the same for all tokens of an answer."""
+    """Algorithm 1, line 9: from rewards (B, F) to (B, T), the answer's for each of its tokens."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
     advantages = group_advantages(
         rewards, config.num_generations, scale_rewards=config.scale_rewards)    # (B,)
@@ -706,7 +705,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)      # 9
-        # One update: π_old is π_θ itself, and takes no pass.
+        # One update: π_old is π_θ itself, so it needs no pass.
         old_logps = None if on_policy else score_rollout(policy, rollout, config)       # 6
         ref_logps = score_rollout(state.reference, rollout, config) if state.reference else None
         updates = []
@@ -752,9 +751,13 @@ def compute_rewards(reward_funcs, rollout):
     rewards_per_func = []
     for function in reward_funcs:
         returned = function(**copy.deepcopy(columns))          # what a function changes is its own
-        rewards = list(returned) if hasattr(returned, "__iter__") else []
-        right = [x is None or hasattr(x, "__float__") and math.isfinite(x) for x in rewards]
-        if len(rewards) != B or not all(right):
+        rewards = []
+        try:
+            rewards = list(returned)
+            right = len(rewards) == B and all(x is None or math.isfinite(x) for x in rewards)
+        except (TypeError, ValueError, OverflowError):         # a number, strings, a matrix
+            right = False
+        if not right:
             count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
             raise InputError(f"reward_funcs: {function.__name__} returned {count}{returned!r:.60}; "
                              f"allowed are {B}, each a finite number or None")
@@ -799,8 +802,9 @@ def learning_rate(config, step):
 def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
     """Algorithm 1, line 11: one step of AdamW on the loss of these rows.
 
-    The gradients of parts add up. A row whose gradient is 0 is skipped: its loss mask is empty, or
-    beta and its advantages are 0. It counts in the denominators. If no row learns, no weight moves.
+    The gradients of parts add up. A row is skipped if its gradient is 0 because its loss mask is
+    empty, or beta and its advantages are 0; it still counts in the denominators. If no row learns,
+    no weight moves.
     """
     mask = rollout.loss_mask                                                    # (B, T)
     counts = dict(num_items_in_batch=mask[rows].sum().item(), num_rows_in_batch=len(rows))
@@ -809,7 +813,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     rows = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    difference = 0.0              # sampler against scorer: see positions, temperature, masks, cache
+    difference = 0.0                # if large: a bug in positions, temperature, masks or the cache
     state.optimizer.zero_grad()
     for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
@@ -833,7 +837,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
-    """What the samples and the updates of a step were like; None for a function that abstained."""
+    """The metrics of a step's samples and updates; None for a function that abstained."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
     mask = rollout.completion_mask                                              # (B, T)
     silent = group_stats(rewards, config.num_generations)[1] == 0               # (P,)
@@ -930,9 +934,10 @@ def load_dataset(path):
         except ValueError as error:
             raise InputError(f"{where} is not JSON") from error
         row, first = rows[-1], rows[0]
-        if not isinstance(row, dict) or not row.get("prompt"):
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not prompt or not isinstance(prompt, (str, list)):
             raise InputError(f"{where} has no prompt; allowed is a text, or messages")
-        if row.keys() != first.keys() or type(row["prompt"]) is not type(first["prompt"]):
+        if row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
             raise InputError(f"{where} has other columns than line 1, or mixes texts and messages; "
                              f"allowed is {list(first)}")
     if not rows:
@@ -941,7 +946,7 @@ def load_dataset(path):
 
 
 def load_model(name, seed=0):
-    """A float32 causal LM and its tokenizer: tiny, a folder or a hub name; its code never runs."""
+    """A float32 causal LM and tokenizer: tiny, a folder or a hub name; its own code never runs."""
     if name == "tiny":
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -975,9 +980,11 @@ def save_checkpoint(policy, tokenizer, state, config, folder):
     shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")            # the lines up to this step
     shutil.rmtree(target, ignore_errors=True)                  # an earlier run's, after a resume
     os.rename(f"{target}.new", target)
-    for path in set(target.parent.glob("checkpoint-*[0-9]")) - {target}:
-        shutil.rmtree(path)
     return target
+
+
+def checkpoints_in(folder):
+    return [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdigit()]
 
 
 def load_checkpoint(state, saved):
@@ -1012,7 +1019,7 @@ def parse_options(argv):
         path = f"{options.resume_from_checkpoint}/trainer_state.pt"
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise InputError(f"resume_from_checkpoint: {error}") from error
         parser.set_defaults(**saved["config"])                 # what no flag sets is as it was
     return *parser.parse_args_into_dataclasses(argv, look_for_args_file=False), saved
@@ -1025,7 +1032,7 @@ def choose_output_dir(options):
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     free = next(name for name in names if not os.path.exists(name))
     folder = Path(options.output_dir or home or free)
-    if folder.resolve() != home and [*folder.glob("checkpoint-*")] or folder.is_file():
+    if folder.resolve() != home and checkpoints_in(folder) or folder.is_file():
         raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
     return folder
 
@@ -1046,8 +1053,8 @@ def load_job(config, options):
     print(f"{options.model}{where}: {len(dataset)} problems, rewards "
           f"{', '.join(options.reward_funcs)}", flush=True)
     policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-    prompts = [row["prompt"] for row in dataset + held_out]
-    longest = encode_prompts(tokenizer, prompts, "cpu")[0].size(1)
+    longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
+                  for row in dataset + held_out)
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
@@ -1068,28 +1075,29 @@ def run(config, options, saved, argv):
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    if options.model == "tiny" and not saved:
-        cold_start(policy, tokenizer, dataset, config.seed)
-    state, lines = initial_state(policy, config), ""
-    if saved:
-        load_checkpoint(state, saved)
-        lines = Path(checkpoint, "metrics.jsonl").read_text()
-    first = state.step
-    if held_out:
-        before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-    steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
+    log = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
     try:
+        if options.model == "tiny" and not saved:
+            cold_start(policy, tokenizer, dataset, config.seed)
+        state = initial_state(policy, config)
+        if saved:
+            load_checkpoint(state, saved)
+        first = state.step
+        if held_out:
+            before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+        steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
         bar = tqdm(steps, "GRPO", initial=first, total=config.max_steps, disable=None)
         for _, _, metrics in bar:
+            log += json.dumps(metrics, allow_nan=False) + "\n"
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "metrics.jsonl", "a" if state.step > first + 1 else "w") as file:
-                file.write(lines + json.dumps(metrics, allow_nan=False) + "\n")
-            lines = ""
+            Path(folder, "metrics.jsonl").write_text(log)
             if state.step % math.ceil(config.max_steps / 10) == 0:
                 tqdm.write("  step {step}: reward {reward:.2f}, entropy {entropy:.2f}, clip_ratio "
                            "{clip_ratio/region_mean:.1%}".format_map(metrics))
             if state.step % config.save_steps == 0 or state.step == config.max_steps:
                 checkpoint = save_checkpoint(policy, tokenizer, state, config, folder)
+                for path in set(checkpoints_in(folder)) - {checkpoint}:
+                    shutil.rmtree(path)
     except BaseException as error:                             # Ctrl-C, too
         what = "start again"
         if checkpoint:

@@ -1,80 +1,161 @@
-"""Say of each function of a file whether it computes what grpo.py does: the same, something different, or not there.
+"""Does a file of yours compute what grpo.py does? The laws of test_grpo.py and test_variants.py, asked of its code.
 
-    python worked_examples/check_your_own/check.py my_answers.py              of each formula the first failure in full
-    python worked_examples/check_your_own/check.py my_answers.py grpo_loss    every failure of this function
+    python worked_examples/check_your_own/check.py my_grpo.py                  the formulas
+    python worked_examples/check_your_own/check.py my_grpo.py -x -k kl         up to the first mistake in the KL
+    python worked_examples/check_your_own/check.py my_grpo.py -m beyond        what the formulas leave open
+    python worked_examples/check_your_own/check.py my_grpo.py -m errors        are wrong shapes and words errors?
+
+What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, and the smallest input
+that breaks it), waits for NAME (a function that it calls, and that differs or is not there), not there. A law is
+skipped where it needs a function or an argument that the file lacks, or a function that raises NotImplementedError
+without a text. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours,
+read it first.
 """
+
+import functools
+import importlib.util
+import inspect
 import os
-import runpy
+import re
 import sys
-import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-TESTS = ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"
-LEVELS = "not beyond and not errors", "beyond"
+import grpo
+from worked_examples.scripts import variants
+
+LAWS = [ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"]
+TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
+NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
+         if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
+OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
+FORMULAS = "not beyond and not errors"
 
 
-class Results(dict):
-    """A plugin of pytest. Of each function its laws: the step beyond the formula, and what a failure says, if any."""
+class Verdict(NamedTuple):
+    """What came of one test."""
+    test: str
+    function: str           # that its law is about
+    mark: str               # "formula", "beyond" or "errors"
+    outcome: str            # "same", "differs", or why it was skipped: "not there", "waits for NAME", "no argument ..."
+    law: str
+    smallest_input: str     # that breaks the law
 
-    __hash__ = object.__hash__                      # pytest keeps plugins in sets
 
-    def __init__(self, functions):
-        super().__init__()
-        self.functions = sorted(functions, key=len, reverse=True)
+def load(path):
+    """The file as a module; for `import grpo` it gets grpo.py itself, and it may import its neighbours."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location("your_file", path)
+    module = sys.modules["your_file"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def smallest_input_of(item, error):
+    """The example in Hypothesis' notes, or the row of a table, in one line."""
+    row = item.callspec.params if hasattr(item, "callspec") else {}
+    notes = getattr(error, "__notes__", None) or [f"{name}={value}, " for name, value in row.items()]
+    return re.sub(r"Failing test case: \w+\( *|,? *\)?$", "", " ".join(" ".join(notes).split()))
+
+
+class Laws:
+    """A plugin of pytest, which puts a module in the place of grpo.py and variants.py and notes what the laws say."""
+
+    def __init__(self, module):
+        self.verdicts, self.asked, self.depth = [], None, 0             # asked: the function and the mark of a test
+        self.tolerance = getattr(module, "TOLERANCE", 1e-6)
+        for name in NAMES:
+            setattr(module, name, self.watched(name, getattr(module, name, None)))
+        sys.modules["grpo"] = sys.modules["worked_examples.scripts.variants"] = module
+        sys.modules["worked_examples.scripts"].variants = module
+
+    def watched(self, name, function):
+        """The function, as the laws and the file itself call it: it skips a test that cannot be asked."""
+        if function is None:
+            return lambda *args, **options: self.skip(name, "not there", self.depth)
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args, **options):
+            __tracebackhide__ = True
+            depth = self.depth                                          # 0: a law calls, else a function of the file
+            if name != self.asked[0] and self.is_broken(name):
+                self.skip(name, "differs", depth)
+            if depth == 0:
+                try:
+                    signature.bind_partial(**options)
+                except TypeError as error:
+                    self.skip(name, str(error).replace("got an unexpected keyword", "no"), depth)
+            self.depth += 1
+            try:
+                return function(*args, **options)
+            except NotImplementedError as error:
+                if error.args:                                          # torch's own, for a wrong dtype
+                    raise
+                self.skip(name, "not there: it raises NotImplementedError", depth)
+            finally:
+                self.depth = depth
+        return call
+
+    def skip(self, name, why, depth):
+        if depth > 0:
+            pytest.skip(f"waits for {name}")
+        pytest.skip(why if name == self.asked[0] else f"{name}: {why}")
+
+    def is_broken(self, name):
+        """Whether a law of its formula, or of what is asked now, is broken."""
+        return any(verdict.function == name and verdict.outcome == "differs" and
+                   verdict.mark in ("formula", self.asked[1]) for verdict in self.verdicts)
+
+    def pytest_collection_finish(self):
+        laws = sys.modules["test_grpo"]
+        laws.TOLERANCE = self.tolerance
+        laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
+
+    def pytest_runtest_setup(self, item):
+        """A law is about the first function that its name mentions."""
+        mentioned = [name for name in NAMES if name in item.name]
+        marks = [mark for mark in ("beyond", "errors") if item.get_closest_marker(mark)]
+        self.asked = min(mentioned, key=item.name.index), (marks + ["formula"])[0]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        report, params = (yield), getattr(item, "callspec", None)
-        about = item.name.removeprefix("test_"), str(params and params.params.get("name"))
-        names = [f"{name}_".replace(" ", "_") for name in about]
-        function = next((f for f in self.functions if any(name.startswith(f"{f}_") for name in names)), None)
-        if call.when == "call" and function and not report.skipped:
-            mark = item.get_closest_marker("beyond")
-            step = mark.kwargs["step"] if mark else "formula"
-            message = ""
+        report = yield
+        if report.when == "call":
+            outcome, smallest_input = "same", ""
+            if report.skipped:
+                outcome = call.excinfo.value.msg
             if report.failed:
-                message = "\n".join([str(call.excinfo.value), *getattr(call.excinfo.value, "__notes__", [])[:1]])
-            self.setdefault(function, []).append((step, item.name, message))
+                outcome, smallest_input = "differs", smallest_input_of(item, call.excinfo.value)
+            self.verdicts.append(Verdict(item.name, *self.asked, outcome, item.function.__doc__, smallest_input))
         return report
 
+    def summary(self, name):
+        """One line for a function; empty if no law was asked of it."""
+        verdicts = [verdict for verdict in self.verdicts if verdict.function == name]
+        differs = [verdict for verdict in verdicts if verdict.outcome == "differs"]
+        same = [verdict for verdict in verdicts if verdict.outcome == "same"]
+        if differs:
+            return f"differs in {len(differs)} of {len(verdicts)} ({differs[0].law}; {differs[0].smallest_input})"
+        why = sorted({verdict.outcome for verdict in verdicts} - {"same"})
+        waits = [reason for reason in why if reason.startswith("waits")]
+        if waits or not same:
+            return ", ".join(waits or why)
+        return f"same in {len(same)} of {len(verdicts)} ({', '.join(why)})" if why else "same"
 
-def ask(path):
-    """The results of the laws on the functions of a file, without those of errors."""
-    import grpo
-    from worked_examples.scripts import variants
-    os.environ |= {"GRPO_MODULE": path, "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "20")}
-    laws = "".join(file.read_text(encoding="utf-8") for file in TESTS)
-    functions = {name for name, f in (vars(grpo) | vars(variants)).items() if callable(f)}
-    results = Results(name for name in functions if f"def test_{name}_" in laws)
-    for level in LEVELS:
-        quiet = "-p no:terminal -p no:cacheprovider -W ignore".split()
-        pytest.main([*map(str, TESTS), "-m", level, *quiet], plugins=[results])
-    if not results:
-        runpy.run_path(path)                        # raises what kept the laws from being asked
-    return results
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.section("what the laws say")
+        for name in NAMES:
+            if self.summary(name):
+                terminalreporter.line(f"{name:30}{self.summary(name)}")
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+    if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
-    results, details = ask(sys.argv[1]), []
-    print(f"{'function':30}{'the formula':14}{'laws failed':14}steps beyond it that differ")
-    for function, laws in results.items():
-        formula = [message for step, _, message in laws if step == "formula"]
-        count = f"{len(list(filter(None, formula)))} of {len(formula)}"
-        steps = ", ".join(dict.fromkeys(step for step, _, message in laws if message and step != "formula"))
-        print(f"{function:30}{'different' if any(formula) else 'same':14}{count:14}{steps}".rstrip())
-        failed = [law for law in laws if law[2]]
-        for step, name, message in failed:
-            if function in sys.argv[2:] or step == "formula" and name == failed[0][1]:
-                details.append(f"\n{function}, {step}: {name}\n{message}")
-            else:
-                lines = [line.strip() for line in message.splitlines()]
-                ends = [line[:40] for line in lines if line.startswith(("expected", "got"))] or lines[:1]
-                details.append(f"    {function}, {step}, {name:.90}: {', '.join(ends)}")
-    missing = ", ".join(sorted(set(results.functions) - set(results)))
-    print(textwrap.fill(f"not there: {missing}", 110), *details, sep="\n")
+    plugin = Laws(load(sys.argv[1]))
+    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, FORMULAS, *sys.argv[2:]], plugins=[plugin]))

@@ -1,6 +1,6 @@
-"""grpo.py's names, each answered by TRL's own code (trl==1.16.0), so that grpo.py's tests run against TRL.
+"""grpo.py's names, each answered by TRL's own code (trl==1.16.0), for check.py, which asks the laws of TRL.
 
-    GRPO_MODULE=worked_examples/check_your_own/check_trl.py python -m pytest -q test_grpo.py
+    python worked_examples/check_your_own/check.py worked_examples/check_your_own/check_trl.py
 """
 import copy
 

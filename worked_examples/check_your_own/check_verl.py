@@ -1,8 +1,8 @@
-"""grpo.py's names, each answered by verl's own code (verl==0.8.0), so that grpo.py's tests run against verl.
+"""grpo.py's names, each answered by verl's own code (verl==0.8.0), for check.py, which asks the laws of verl.
 
 verl imports cachetools, fastapi and uvicorn without asking for them: install them, too.
 
-    GRPO_MODULE=worked_examples/check_your_own/check_verl.py python -m pytest -q test_grpo.py
+    python worked_examples/check_your_own/check.py worked_examples/check_your_own/check_verl.py
 """
 import types
 

@@ -1,11 +1,11 @@
-"""The job of a grpo.py command line, run by TRL's GRPOTrainer (trl==1.16.0); beyond_one_gpu.md takes it from there.
+"""The job of a grpo.py command line, run by TRL's GRPOTrainer (trl==1.16.0): from here on to several GPUs.
 
     python worked_examples/check_your_own/the_same_run_in_trl.py --model tiny
     python worked_examples/check_your_own/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
 
-The flags are grpo.py's; those behind --trl are TRL's own, and win. With --compare, TRL learns from the completions of
-grpo.train; the figures of both are printed, and the exit code is 1 where they differ by more than 1e-5 (if a figure is
-above 1, of its size).
+The flags are grpo.py's; those behind --trl are TRL's own, and win (--trl --resume_from_checkpoint FOLDER, too). With
+--compare, TRL learns from the completions of grpo.train; the figures of both are printed, and the exit code is 1 where
+they differ by more than 1e-5 (if a figure is above 1, of its size).
 """
 import copy
 import os
@@ -22,10 +22,11 @@ import grpo
 
 
 def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
-    """grpo.py's options are TRL's, under the same names, except for weight_decay and those named here.
+    """grpo.py's options are TRL's, under the same names, except for those named here.
 
     num_mini_batches is steps_per_generation / gradient_accumulation_steps in TRL, which splits the answers of a step
-    once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part.
+    once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part. TRL's
+    step size changes with each update, grpo.py's with each step.
     """
     assert config.generation_batch_size % config.num_mini_batches == 0, "num_mini_batches: TRL's parts are equal"
     processes = int(os.environ.get("WORLD_SIZE", 1))            # as accelerate says it
@@ -35,9 +36,10 @@ def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollou
     assert policy_loss == "clip" or (policy_loss, loss_type) in [("cispo", "dapo"), ("sapo", "grpo")], "not in TRL"
     rows = max(n for n in range(1, part + 1) if part % n == 0 and n <= config.per_device_train_batch_size)
     words |= dict(
-        loss_type=loss_type if policy_loss == "clip" else policy_loss, output_dir=config.output_dir or "trl-output",
+        loss_type=loss_type if policy_loss == "clip" else policy_loss,
         per_device_train_batch_size=rows, gradient_accumulation_steps=part // rows,     # an update is a mini-batch
-        max_steps=config.max_steps * updates, ref_model_mixup_alpha=1.0,                # TRL counts updates
+        max_steps=config.max_steps * updates, warmup_steps=config.warmup_steps * updates,       # TRL counts updates
+        ref_model_mixup_alpha=1.0,
         ref_model_sync_steps=config.ref_model_sync_steps * updates, save_steps=config.save_steps * updates,
         epsilon_high=5.0 if (policy_loss, config.epsilon_high) == ("cispo", None) else config.epsilon_high,
         save_total_limit=1, report_to="none")
@@ -53,7 +55,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
     assert config.num_mini_batches == 1, "num_mini_batches: allowed with --compare is 1, TRL draws other parts"
     steps = list(grpo.train(copy.deepcopy(policy), tokenizer, dataset, reward_funcs, config))
     rollouts, difference = [rollout for _, rollout, _ in steps], 0.0
-    prompts = [row for rollout in rollouts for row in rollout.rows[:: config.num_generations]]
+    prompts = [row for rollout in rollouts for row in rollout.examples[:: config.num_generations]]
 
     def rollout_func(prompts, trainer):
         r = rollouts.pop(0)
@@ -62,6 +64,9 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
         return real | {"logprobs": None}
 
     trainer = make_trainer(policy, tokenizer, prompts, reward_funcs, config, flags, rollout_func, shuffle_dataset=False)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(   # grpo.py's step size, instead of TRL's
+        trainer.create_optimizer(),
+        lambda update: grpo.learning_rate(config, update // config.num_iterations) / config.learning_rate)
     trainer.train()
     for _, _, ours in steps:
         updates = [trainer.state.log_history.pop(0) for _ in range(config.num_iterations)]
@@ -75,25 +80,21 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 
 if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
-    config, options = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
+    config, options, _ = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
+    flags = ["--output_dir", options.output_dir or "trl-output", *sys.argv[end + 1:]]
     reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
+    dataset, held_out, policy, tokenizer = grpo.load_job(config, options)
     if options.model == "tiny":
         torch.set_num_threads(1)                                # for so small a model, more would wait
-        tokenizer, (dataset, held_out) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
-        policy = grpo.tiny_model(tokenizer, config.seed)
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
-    else:
-        dataset, held_out = grpo.load_dataset(options.dataset), []
-        policy, tokenizer = grpo.load_model(options.model)
-    if options.eval_dataset:
-        held_out = grpo.load_dataset(options.eval_dataset)
     if held_out:
         before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
-    run = compare if "--compare" in sys.argv else make_trainer
-    trainer = run(policy, tokenizer, dataset, reward_funcs, config, sys.argv[end + 1 :])
-    trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
+    if "--compare" in sys.argv:
+        compare(policy, tokenizer, dataset, reward_funcs, config, flags)
+    trainer = make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     if held_out:
         after = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)
         print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")

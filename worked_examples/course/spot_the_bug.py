@@ -7,7 +7,7 @@
     python worked_examples/course/spot_the_bug.py 7 --test          run the tests that see it
     python worked_examples/course/spot_the_bug.py 7 --answer        the exhibit
 
-The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own number.
+The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own numbers.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
@@ -43,21 +42,15 @@ def patched(exhibit):
     return re.sub(" +$", "", source, flags=re.M)
 
 
-def with_bug(exhibit):
-    """A module like grpo, with the bug."""
-    module = types.ModuleType(f"grpo_with_bug_{exhibit}")
-    exec(compile(patched(exhibit), f"{module.__name__}.py", "exec"), module.__dict__)
-    return module
+def symptoms(exhibit):
+    """What the museum's first table says that one sees."""
+    rows = re.findall(r"^\| (.*?) \| ([\d, ]+) \|$", MUSEUM, re.M)
+    return [seen for seen, numbers in rows if str(exhibit) in numbers.split(", ")]
 
 
 def printed(exhibit):
-    """The lines of grpo_bug.py: the symptom as a comment, then grpo.py with the bug."""
-    section = exhibits()[exhibit]
-    command = re.search(r"^See it: `(.*?)`", section, re.S | re.M)
-    shows = re.search(r"^In the curves: (.*?)\n\n", section, re.S | re.M)[1]
-    small = re.search(r"--model tiny [^`\"]*", MUSEUM)[0]
-    run = command[1].replace("$SMALL", small).replace("\n", " ") if command else "A run"
-    return [*(f"# {line}" for line in [f"{run} shows:", *shows.splitlines()]), "", *patched(exhibit).splitlines()]
+    """The lines of grpo_bug.py: the symptoms as comments, then grpo.py with the bug."""
+    return [*(f"# what you see: {seen}" for seen in symptoms(exhibit)), "", *patched(exhibit).splitlines()]
 
 
 def changed(exhibit):

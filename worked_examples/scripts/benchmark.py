@@ -1,13 +1,13 @@
-"""How long does a step of grpo.py take, where does the time go, and what would the bare model cost?
+"""How long does a step of grpo.py take, and what would the bare model cost?
 
     python worked_examples/scripts/benchmark.py                    the tiny task
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
-The floor is the model's bare passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), one
-forward and backward of those that learn. A step has in addition the pass that scores log π_old, and on the tiny task a
-second update. In each round all that is compared takes its turn; a line is the median over
-the rounds, and the range. On CPU the seconds are those of one thread, which a busy machine changes little.
+--rounds N (5) and the flags of grpo.py change the job: --per_device_train_batch_size 4. The floor is the model's bare
+passes over the same rows: the forwards of sampling (KV cache, ended rows dropped), and in each update a forward and a
+backward of the rows that learn. A line is the median over the rounds, and the range. On CPU the seconds are those of
+one thread, which a busy machine changes little.
 """
 
 import argparse
@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
+import transformers
 
 import grpo
 
@@ -35,37 +36,10 @@ def now():
     return time.perf_counter()
 
 
-def timed(function, seconds):
-    """The same function, which adds to a list how long each call takes."""
-    def call(*args, **kwargs):
-        start = now()
-        result = function(*args, **kwargs)
-        seconds.append(now() - start)
-        return result
-    call.__name__ = function.__name__
-    return call
-
-
-def tiny_job(cold_start_steps):
-    """The model of `python grpo.py --model tiny` after its cold start, and that run's options."""
-    tokenizer = grpo.tiny_tokenizer()
-    model = grpo.tiny_model(tokenizer, 42).to(DEVICE)
-    problems, _ = grpo.tiny_problems(42)
-    grpo.cold_start(model, tokenizer, problems, 42, steps=cold_start_steps)
-    return model, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], dict(grpo.TINY)
-
-
-def large_job():
-    """Qwen2 0.5B's shape with random weights: 8 prompts of 128 tokens, 8 completions each, 512 tokens long."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    shape = Qwen2Config(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
-                        bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with DEVICE:
-        model = Qwen2ForCausalLM(shape).eval()
-    options = dict(max_completion_length=512, num_generations=8, generation_batch_size=64, bf16=DEVICE.type == "cuda",
-                   per_device_train_batch_size=16)
-    return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids], options
+def seconds(function, *arguments):
+    start = now()
+    function(*arguments)
+    return now() - start
 
 
 def sum_of_ids(completion_ids, **kwargs):
@@ -73,12 +47,30 @@ def sum_of_ids(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def tiny_job():
+    """The model of `python grpo.py --model tiny` after its cold start, and that run's problems and rewards."""
+    tokenizer, (problems, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(42)
+    model = grpo.tiny_model(tokenizer, 42).to(DEVICE)
+    grpo.cold_start(model, tokenizer, problems, 42)
+    return model, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward]
+
+
+def large_job():
+    """Qwen2 0.5B's shape with random weights: prompts of 128 tokens, answers that no EOS ends."""
+    shape = transformers.Qwen2Config(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with DEVICE:
+        model = transformers.Qwen2ForCausalLM(shape).eval()
+    return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids]
+
+
 def bare_sampling(model, rollout, config):
     """The forwards of sampling alone: each prompt once, then one token of each live row at a time."""
     G, ids, lengths = config.num_generations, rollout.completion_ids, rollout.completion_mask.sum(1)
-    prompts = dict(input_ids=rollout.prompt_ids[::G], attention_mask=rollout.prompt_mask[::G])
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
-        cache = model(**prompts, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(input_ids=rollout.prompt_ids[::G], attention_mask=rollout.prompt_mask[::G], use_cache=True,
+                      logits_to_keep=1).past_key_values
         live = torch.arange(len(ids), device=DEVICE)
         cache.reorder_cache(live // G)
         for t in range(ids.size(1) - 1):
@@ -86,16 +78,17 @@ def bare_sampling(model, rollout, config):
             if len(stay) < len(live):
                 live = live[stay]
                 cache.reorder_cache(stay)
-            seen = torch.cat([rollout.prompt_mask[live], torch.ones_like(ids[live, : t + 1])], 1)
-            model(input_ids=ids[live, t : t + 1], attention_mask=seen, past_key_values=cache, use_cache=True)
+            seen = torch.cat([rollout.prompt_mask[live], torch.ones_like(ids[live, :t + 1])], 1)
+            model(input_ids=ids[live, t:t + 1], attention_mask=seen, past_key_values=cache, use_cache=True)
 
 
-def bare_update(model, rollout, rows, config):
-    """One forward and backward pass over these rows, in parts of the same size."""
-    for part in rows.split(config.per_device_train_batch_size):
+def bare_updates(model, rollout, rows, config):
+    """In each of the μ passes a forward and a backward over these rows, in parts of the same size."""
+    parts = rows.split(config.per_device_train_batch_size) if len(rows) > 0 else ()
+    for part in config.num_iterations * parts:
         ids = torch.cat([rollout.prompt_ids[part], rollout.completion_ids[part]], 1)
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
-        labels = ids.masked_fill(mask == 0, -100)[:, rollout.prompt_ids.size(1) :]
+        labels = ids.masked_fill(mask == 0, -100)[:, rollout.prompt_ids.size(1):]
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
             keep = labels.size(1) + 1
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
@@ -103,102 +96,84 @@ def bare_update(model, rollout, rows, config):
     model.zero_grad()
 
 
-def compare_with_floor(job, rounds):
-    model, tokenizer, problems, reward_funcs, options = job
-    table, sampling, scoring, old, steps, bare_samples, bare_updates, learning = defaultdict(list), *([] for _ in range(7))
-    config, reward_funcs = grpo.GRPOConfig(**options), [timed(f, scoring) for f in reward_funcs]
+def compare_with_floor(model, tokenizer, problems, reward_funcs, config, rounds):
+    table, kept = defaultdict(list), {}
 
     def keep_advantages(rewards_per_func, rollout, config):
-        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        learning.append(advantages.any(1).nonzero()[:, 0])
-        return advantages
+        kept["advantages"] = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        return kept["advantages"]
 
-    policy = copy.deepcopy(model)
-    run = grpo.train(policy, tokenizer, problems, reward_funcs, config, compute_advantages=keep_advantages)
-    timers = dict(generate=timed(grpo.generate, sampling), score_rollout=timed(grpo.score_rollout, old))
-    with patch.multiple(grpo, **timers):
-        for round in range(rounds + 1):
-            _, rollout, _ = timed(next, steps)(run)
-            rows, lengths = learning[-1], rollout.completion_mask.sum(1)
-            timed(bare_sampling, bare_samples)(model, rollout, config)
-            timed(bare_update, bare_updates)(model, rollout, rows, config)
-            step, sample, score = steps[-1], sampling[-1], sum(scoring[-len(reward_funcs) :])
-            update, floor = step - sample - score - old[-1], bare_samples[-1] + bare_updates[-1]
-            row = {
-                "a step (s)": step, "  sampling (s)": sample, "  scoring: the rewards (s)": score,
-                "  log π_old (s)": old[-1], "  updates, and the rest (s)": update,
-                "the floor (s)": floor, "  bare sampling (s)": bare_samples[-1],
-                "  bare forward and backward (s)": bare_updates[-1], "step / floor": step / floor,
-                "sampling / bare sampling": sample / bare_samples[-1],
-                "updates / bare forward and backward": update / bare_updates[-1], "rows that learn": len(rows),
-                "sampled tokens a second": lengths.sum().item() / sample,
-                "learned tokens a second": lengths[rows].sum().item() / update}
-            for name, value in row.items():
-                table[name] += [value] * (round > 0)                    # the first of everything warms up
+    def one_step():
+        _, kept["rollout"], _ = next(steps)
+
+    steps = grpo.train(
+        copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_advantages)
+    for round in range(rounds + 1):
+        step = seconds(one_step)
+        rollout, rows = kept["rollout"], kept["advantages"].any(1).nonzero()[:, 0]
+        sampling = seconds(bare_sampling, model, rollout, config)
+        updates = seconds(bare_updates, model, rollout, rows, config)
+        line = {"a step (s)": step, "the floor (s)": sampling + updates, "  its sampling (s)": sampling,
+                "  its updates (s)": updates, "step / floor": step / (sampling + updates), "rows that learn": len(rows),
+                "sampled tokens for each second of a step": rollout.completion_mask.sum().item() / step}
+        for name, value in line.items() if round > 0 else ():           # the first of everything warms up
+            table[name].append(value)
     show(table)
-    print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if DEVICE.type == "cuda" else "")
+    if DEVICE.type == "cuda":
+        print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
-def growth(job, rounds):
-    """A step's cost with G doubled, and with completions of twice the length (without EOS, so that all have it)."""
-    model, tokenizer, problems, _, options = job
-    options = options | {"generation_batch_size": 64, "num_generations": 8}
-    runs, table = {}, defaultdict(list)
-    for name, change in {"once": {}, "G doubled": {"num_generations": 16, "generation_batch_size": 128},
-                         "length doubled": {"max_completion_length": 2 * options["max_completion_length"]}}.items():
-        policy, config = copy.deepcopy(model), grpo.GRPOConfig(**options | change)
-        runs[name] = grpo.train(policy, tokenizer, problems, [sum_of_ids], config)
-    with patch.object(grpo, "all_eos_token_ids", lambda model, tokenizer: [-1]):
-        for round in range(rounds + 1):
-            seconds = []
-            for run in runs.values():
-                timed(next, seconds)(run)
-            for name, value in list(zip(runs, seconds))[1:]:
-                table[f"{name} / once"] += [value / seconds[0]] * (round > 0)
-    show(table)
-
-
-def compare_with_trl(job, rounds, count=4):
+def compare_with_trl(model, tokenizer, problems, reward_funcs, config, rounds):
     """TRL's trainer, as the_same_run_in_trl.py makes it, with its default gradient checkpointing and without."""
-    from transformers import TrainerCallback
+    from worked_examples.check_your_own import the_same_run_in_trl
+    table, times = defaultdict(list), []
 
-    from worked_examples.trainers import the_same_run_in_trl as trl_run
-    table, (model, tokenizer, problems, reward_funcs, options) = defaultdict(list), job
-    config = grpo.GRPOConfig(**options | {"max_steps": count, "output_dir": tempfile.mkdtemp()})
-
-    class StepTimes(TrainerCallback):
+    class NoteSteps(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             times.append(now())
 
+    def median_step(name, updates):                                     # the first step warms up
+        ends = times[updates - 1::updates]
+        table[f"a step of {name} (s)"].append(statistics.median(b - a for a, b in zip(ends, ends[1:])))
+        times.clear()
+
     for _ in range(rounds):
-        times = [now() for _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config)]
-        here = statistics.median(b - a for a, b in zip(times, times[1:]))
-        table["a step here (s)"].append(here)
-        for name, flag in ("TRL", "true"), ("TRL without checkpointing", "false"):
-            flags, times = ["--gradient_checkpointing", flag, "--save_strategy", "no", "--logging_strategy", "no"], []
-            trainer = trl_run.make_trainer(copy.deepcopy(model), tokenizer, problems, reward_funcs, config, flags)
-            trainer.add_callback(StepTimes())
+        for _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config):
+            times.append(now())
+        median_step("grpo.py", 1)
+        for name, checkpointing in ("TRL", "true"), ("TRL without checkpointing", "false"):
+            flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no".split()
+            flags += ["--output_dir", tempfile.mkdtemp()]
+            trainer = the_same_run_in_trl.make_trainer(
+                copy.deepcopy(model), tokenizer, problems, reward_funcs, config, flags)
+            trainer.add_callback(NoteSteps())
             trainer.train()
-            theirs = statistics.median(b - a for a, b in zip(times, times[1:]))
-            table[f"a step of {name} (s)"].append(theirs)
-            table[f"here / {name}"].append(here / theirs)
+            median_step(name, config.num_iterations * config.num_mini_batches)
+            ours, theirs = table["a step of grpo.py (s)"][-1], table[f"a step of {name} (s)"][-1]
+            table[f"{name} / grpo.py"].append(theirs / ours)
     show(table)
 
 
 def show(table):
     for name, values in table.items():
-        print(f"{name:40} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})", flush=True)
+        print(f"{name:44} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})", flush=True)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trl", action="store_true")
+    own, argv = parser.parse_known_args(argv)
+    is_large = own.model == "0.5B"
+    config, *_ = grpo.parse_options([*("--model 0.5B --dataset none" if is_large else "--model tiny").split(), *argv])
+    config = replace(config, max_steps=4 if own.trl else own.rounds + 1, bf16=is_large and DEVICE.type == "cuda")
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print(f"{own.model} on {DEVICE}, {own.rounds} rounds")
+    compare = compare_with_trl if own.trl else compare_with_floor
+    compare(*(large_job() if is_large else tiny_job()), config, own.rounds)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cold_start_steps", type=int, default=500)
-    parser.add_argument("--trl", action="store_true", help="TRL's trainer beside it")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    job = tiny_job(arguments.cold_start_steps) if arguments.model == "tiny" else large_job()
-    print(f"{arguments.model} on {DEVICE}, {arguments.rounds} rounds")
-    for measure in [compare_with_trl] if arguments.trl else [compare_with_floor, growth]:
-        measure(job, arguments.rounds)
+    main(sys.argv[1:])

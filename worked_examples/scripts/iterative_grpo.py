@@ -2,17 +2,15 @@
 
     python worked_examples/scripts/iterative_grpo.py --seed 0
 
-The policy's only reward is the score of r_φ, which learns from pairs of answers to one question of which a judge (here
+The policy's only reward is the score of r_φ. r_φ learns from pairs of answers to one question, of which a judge (here
 the true accuracy) prefers one. An outer iteration is the paper's: π_ref ← π_θ (sync_ref_model), M steps of GRPO, then
-r_φ learns from the pairs of these steps and, in about a tenth of each batch, earlier ones: the body of the for loop.
+r_φ learns from the pairs of these steps and, in about a tenth of each batch, from earlier ones.
 
-r_φ is a language model, which begins as the policy; its score is the log-probability of the answer, DPO's reward
-(arXiv:2305.18290) without its reference. The usual head, one number at the last token, failed here: it did not learn
-from rankings to check a sum, agreed with the judge on two thirds of the next pairs, and the policy took to 8+4+1=14.
+r_φ is a language model that begins as the policy. Its score is the log-probability of the answer: DPO's reward
+(arXiv:2305.18290) without its reference.
 
 It prints how often r_φ ranks new pairs as the judge does, greedy answers, and last "true accuracy: A -> B" on held-out
-problems: 0.94 to 1.00 with seeds 0-4, with a head 0.69 to 1.00. One thread: one to two minutes; in seconds:
---cold_start_steps 100 --max_steps 2 --iteration_steps 1 --first_batches 2 --updates 1.
+problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one to two minutes on one core.
 """
 
 import argparse
@@ -71,18 +69,18 @@ class RewardModel:
 def ranked_pairs(rollout, G):
     """The judge: pair the right answers of each group with its wrong ones, (question, better, worse)."""
     answers = rollout.completions
-    right = grpo.accuracy_reward(answers, [row["solution"] for row in rollout.rows])
+    right = grpo.accuracy_reward(answers, [example["solution"] for example in rollout.examples])
     pairs = []
     for start in range(0, len(answers), G):
         group = range(start, start + G)
         better, worse = [answers[i] for i in group if right[i]], [answers[i] for i in group if not right[i]]
-        pairs += [(rollout.rows[start]["prompt"], *pair) for pair in zip(better, worse)]
+        pairs += [(rollout.examples[start]["prompt"], *pair) for pair in zip(better, worse)]
     return pairs
 
 
 def main():
     parser = argparse.ArgumentParser()
-    defaults = dict(seed=0, cold_start_steps=500, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
+    defaults = dict(seed=0, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -93,14 +91,15 @@ def main():
     tokenizer = grpo.tiny_tokenizer()
     policy = grpo.tiny_model(tokenizer, config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)
-    grpo.cold_start(policy, tokenizer, problems, config.seed, steps=options.cold_start_steps)
+    grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
     hotter = dataclasses.replace(config, temperature=1.5)     # at 1 most mistakes are one: the carry that is forgotten
     for step in range(config.max_steps, config.max_steps + options.first_batches):        # samples of no step to come
-        batch = grpo.sample_batch(problems, config, step)
-        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, batch, hotter, step), config.num_generations)
+        rng = grpo.step_rng(config, step)
+        examples = grpo.sample_batch(problems, config, rng)
+        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, examples, hotter, rng), config.num_generations)
     reward_model.learn(earlier, earlier, 3 * options.updates)
     steps = grpo.train(policy, tokenizer, problems, [reward_model], config)
     for state, rollout, _ in tqdm(steps, "iterative GRPO", total=config.max_steps):

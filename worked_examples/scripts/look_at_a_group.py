@@ -1,69 +1,89 @@
 """One sampled group, token by token: a table in the terminal, or a page for the browser.
 
-    python worked_examples/scripts/look_at_a_group.py [--all] [--html FILE] [--model NAME_OR_FOLDER --dataset FILE.jsonl ...]
+    python worked_examples/scripts/look_at_a_group.py
+    python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
-It takes grpo.py's flags. Without any, the tiny model answers after its cold start, and some answers forget the carry;
-of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all: each),
-after one update on this group. --html: the group as a tree, before and after each of ten updates (clip: DAPO's range).
+It takes grpo.py's flags. Without --model, the tiny model answers after its cold start, and half of the answers forget
+the carry; of another model it is the first group with unequal rewards. The table: the best and the worst answer (--all:
+each answer) after one update on this group; a token's push is −∂loss/∂log π. --html: the group as a tree, before and
+after each of ten updates.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+import transformers
+
 import grpo
+
+USUAL = dict(policy_loss="clip", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
+METHODS = {                                                             # options of grpo_loss, as on page 10
+    "grpo": dict(loss_type="grpo"),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28),
+    "dr_grpo": dict(loss_type="dr_grpo"),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="grpo", policy_loss="sapo"),
+}
 
 
 def parse(argv):
-    """The flags that are not grpo.py's, and grpo.py's options and config. Of a flag given twice the last one counts."""
+    """The flags that are not grpo.py's, and grpo.py's config and options. Of a flag given twice the last one counts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
     argv = [*f"--model tiny --num_iterations {10 if own.html else 1} --lr_scheduler_type constant".split(), *argv]
-    config, options = grpo.parse_options(argv)
+    config, options, _ = grpo.parse_options(argv)
     if options.model == "tiny":                                         # on one group, the demo's rate is too high
-        config, options = grpo.parse_options(["--learning_rate", "3e-5", *argv])
+        config, options, _ = grpo.parse_options(["--learning_rate", "3e-5", *argv])
     if own.html and (config.loss_type, config.policy_loss, config.epsilon_high) == ("dapo", "clip", None):
-        config = replace(config, epsilon_high=grpo.PRESETS["dapo"]["epsilon_high"])     # as the page's row has it
-    return own, options, config
+        config = replace(config, epsilon_high=0.28)                     # as the page's row of dapo has it
+    return own, config, options
 
 
-def load(options, config):
+def carry_makes_it_longer(prompt):
+    """Whether a right answer of the tiny task has a token more than the one that forgets the carry."""
+    return len(grpo.teacher_trace(prompt, False)) > len(grpo.teacher_trace(prompt, True))
+
+
+def load(config, options):
     """Policy, tokenizer, dataset and reward functions, as grpo.py's flags name them."""
+    policy, tokenizer = grpo.load_model(options.model, config.seed)
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait
-        tokenizer, (dataset, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(config.seed)
-        policy = grpo.tiny_model(tokenizer, config.seed)
-        grpo.cold_start(policy, tokenizer, dataset, config.seed)
+        problems, _ = grpo.tiny_problems(config.seed)
+        grpo.cold_start(policy, tokenizer, problems, config.seed)
+        dataset = [row for row in problems if carry_makes_it_longer(row["prompt"])]
     else:
-        dataset, (policy, tokenizer) = grpo.load_dataset(options.dataset), grpo.load_model(options.model)
+        dataset = grpo.load_dataset(options.dataset)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs]
 
 
-def forgets_the_carry(rollout):
-    """How many right answers the tiny model's group has, or, if fewer, shorter ones without the carry."""
-    right, wrong = (grpo.teacher_trace(rollout.rows[0]["prompt"], forgets).removesuffix("<eos>") for forgets in (0, 1))
-    return min(map(rollout.completions.count, (right, wrong))) if len(right) > len(wrong) else 0
+def has_two_halves(rollout):
+    """Whether one half of the answers agree, and the other half agree on something else."""
+    counts = Counter(rollout.completions).values()
+    return len(counts) == 2 and min(counts) == max(counts)
 
 
-def find_step(policy, tokenizer, dataset, reward_funcs, config, score):
-    """The step, which chooses question and samples: unequal rewards, the highest score (3 is enough)."""
-    scores = {}
+def find_step(policy, tokenizer, dataset, reward_funcs, config, wanted):
+    """The first step with unequal rewards and a wanted group: from the step follow its question and its samples."""
     for step in range(config.max_steps):
-        rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, step), config, step)
+        rng = grpo.step_rng(config, step)
+        examples = grpo.sample_batch(dataset, config, rng)
+        rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
         advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        scores[step] = 1 + score(rollout) if advantages.any() else 0
-        if scores[step] > 3:
-            break
-    return max(scores, key=scores.get)                                  # the first of the best
+        if advantages.any() and wanted(rollout):
+            return step
+    return 0
 
 
 def find_forks(answers, advantages):
@@ -79,35 +99,38 @@ def find_forks(answers, advantages):
 
 def next_token_probs(policy, rollout, beginning, config):
     """What the policy says after the question and the beginning of an answer: (V,)."""
-    ids = torch.cat([rollout.prompt_ids[0][rollout.prompt_mask[0] == 1], rollout.prompt_ids.new_tensor(beginning)])
-    return (policy(input_ids=ids.unsqueeze(0)).logits[0, -1].float() / config.temperature).softmax(0)
+    question = rollout.prompt_ids[0][rollout.prompt_mask[0] == 1]
+    ids = torch.cat([question, question.new_tensor(beginning)]).unsqueeze(0)
+    with torch.no_grad():
+        logits = policy(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
+    return (logits.float() / config.temperature).softmax(0)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, score=lambda rollout: 3):
+def update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, wanted=lambda rollout: True):
     """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
-    config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1, max_steps=200)
+    config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1, max_steps=400)
     seen = SimpleNamespace(updates=[], probs=[])
 
-    def note_logps(*_):                                                 # of all rows, also of those that do not learn
-        rollout = seen.rollout._replace(loss_mask=seen.rollout.completion_mask)
-        seen.updates.append(grpo.score_rollout(policy, rollout, torch.ones_like(seen.advantages), config))
-        with torch.no_grad():
-            seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
+    def note_policy(*_):
+        seen.updates.append(grpo.score_rollout(policy, seen.rollout, config))
+        seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
 
     def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
-        seen.rollout, seen.rewards = rollout, grpo.combine_rewards(rewards_per_func, config.reward_weights)
-        seen.mean, seen.std = (x.item() for x in grpo.group_stats(seen.rewards, len(seen.rewards)))
+        seen.rollout, seen.rewards_per_func = rollout, rewards_per_func
+        seen.rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
         seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        seen.mask = rollout.loss_mask
         seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
         seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
-        seen.parts = {f.__name__: column for f, column in zip(reward_funcs, rewards_per_func.T)}
-        note_logps()
+        with torch.no_grad():
+            _, seen.entropies = grpo.per_token_logps(
+                policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
+                temperature=config.temperature, compute_entropy=True)
+        note_policy()
         return seen.advantages
 
     state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, score)
-    state.optimizer.register_step_post_hook(note_logps)
+    state.step = find_step(policy, tokenizer, dataset, reward_funcs, config, wanted)
+    state.optimizer.register_step_post_hook(note_policy)
     next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
     return seen
 
@@ -118,43 +141,53 @@ def loss_options(config):
     return grpo.loss_options(config) | {"epsilon_high": default if config.epsilon_high is None else config.epsilon_high}
 
 
-def group_data(seen, tokenizer, config):
+def pushes(seen, u, options):
+    """−∂loss/∂log π of each token after u updates, (B, T): a positive one pushes the token up."""
+    logps, old_logps = seen.updates[u].double().requires_grad_(), seen.updates[0].double()
+    loss, _ = grpo.grpo_loss(
+        logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
+    return 0.0 - torch.autograd.grad(loss, logps)[0]                     # where it is 0: 0, not −0
+
+
+def word(token, tokenizer):
+    """A token's text; the tokenizer's own name for a token whose text shows nothing, or a part of a character."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    return tokenizer.convert_ids_to_tokens(token) if text in ("", "\ufffd") else text
+
+
+def group_data(seen, tokenizer, reward_funcs, config):
     """All numbers of the page, as JSON has them."""
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
             return [numbers(row[:len(ids)]) for row, ids in zip(x, seen.answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
-    def weights(logps, options):                                        # a positive one pushes the token up
-        logps, old_logps = logps.double().requires_grad_(), seen.updates[0].double()
-        loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.mask, old_logps=old_logps, **options)
-        return numbers(-torch.autograd.grad(loss, logps)[0])
-
-    forks, text = [], {}                                                # of a fork the sampled tokens, and the likely
+    forks, words = [], {}                                               # of a fork the sampled tokens, and the likely
     for (beginning, after), probs in zip(seen.forks.items(), zip(*seen.probs)):
         likely = (torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()
-        words = sorted({*after, *likely}, key=lambda token: -probs[0][token])
-        forks.append((beginning, words, [numbers(p[words]) for p in probs]))
-    for token in sorted({token for ids in (*seen.answers, *(words for _, words, _ in forks)) for token in ids}):
-        word = tokenizer.decode([token])                                # parts of a character may have one text
-        text[token] = word if word not in text.values() else f"{word}[{token}]"
+        tokens = sorted({*after, *likely}, key=lambda token: -probs[0][token])
+        forks.append((beginning, tokens, [numbers(p[tokens]) for p in probs]))
+    for token in sorted({token for ids in (*seen.answers, *(tokens for _, tokens, _ in forks)) for token in ids}):
+        text = word(token, tokenizer)                                   # the page knows a token by its text
+        words[token] = text if text not in words.values() else f"{text}[{token}]"
 
-    plain = grpo.GRPOConfig(loss_type="grpo", max_completion_length=config.max_completion_length)
-    methods = {name: loss_options(replace(plain, **grpo.PRESETS.get(name, {})))
-               for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")}
+    methods = {name: USUAL | options | {"max_completion_length": config.max_completion_length}
+               for name, options in METHODS.items()}
+    mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
     return {
         "prompt": tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
-        "rewards": numbers(seen.rewards), "mean": seen.mean, "std": seen.std, "counts": seen.mask.sum(1).tolist(),
-        "advantages": numbers(seen.advantages[:, 0]), "old_logps": numbers(seen.updates[0]),
+        "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
+        "advantages": numbers(seen.advantages[:, 0]), "counts": seen.rollout.loss_mask.sum(1).tolist(),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True),
-                     "tokens": [text[token] for token in ids]} for ids in seen.answers],
-        "entropies": numbers(seen.rollout.entropies), "updates": [numbers(logps) for logps in seen.updates],
-        "methods": {name: {"options": options, "weights": [weights(logps, options) for logps in seen.updates]}
+                     "tokens": [words[token] for token in ids]} for ids in seen.answers],
+        "old_logps": numbers(seen.updates[0]), "entropies": numbers(seen.entropies),
+        "updates": [numbers(logps) for logps in seen.updates],
+        "methods": {name: {"options": options, "weights": [numbers(pushes(seen, u, options)) for u in range(len(seen.updates))]}
                     for name, options in methods.items()},
-        "forks": [{"prefix": [text[token] for token in beginning], "words": [text[token] for token in words],
-                   "probabilities": probabilities} for beginning, words, probabilities in forks],
-        "rewards_per_func": {name: numbers(column) for name, column in seen.parts.items()},
-        "run": loss_options(config) | {"learning_rate": config.learning_rate, "scale_rewards": config.scale_rewards}}
+        "forks": [{"prefix": [words[token] for token in beginning], "words": [words[token] for token in tokens],
+                   "probabilities": probabilities} for beginning, tokens, probabilities in forks],
+        "rewards_per_func": {f.__name__: numbers(rewards) for f, rewards in zip(reward_funcs, seen.rewards_per_func.T)},
+        "run": loss_options(config) | {"scale_rewards": config.scale_rewards}}
 
 
 def page(data):
@@ -164,33 +197,35 @@ def page(data):
 
 
 def show(seen, i, tokenizer, config):
-    """Print answer i as a table, a line for each token: grpo_loss with the advantage and the KL of one at a time."""
-    old_logps, logps, mask = (x[[i]] for x in (*seen.updates[:2], seen.mask))
-    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=config.importance_sampling_level)
-    options = loss_options(config) | dict(loss_type="dapo", num_items_in_batch=1)
+    """Print answer i as a table, a line for each token, after one update."""
+    old_logps, logps, mask = seen.updates[0], seen.updates[1], seen.rollout.loss_mask
+    level = config.importance_sampling_level
+    ratio = grpo.importance_ratio(logps, old_logps, mask, importance_sampling_level=level).expand(mask.shape)
+    push = pushes(seen, 1, loss_options(config) | dict(beta=0.0, use_bias_correction_kl=False))
     print(f"\nanswer {i + 1}, reward {seen.rewards[i].item():.4g}: {seen.rollout.completions[i]!r}")
-    print(f"{'token':>14} mask     logp      old   ratio clipped        A     loss")
-    for t, token in enumerate(seen.rollout.completion_ids[i].tolist()):
-        this = torch.arange(mask.size(1), device=mask.device) == t
-        loss, metrics = grpo.grpo_loss(logps, seen.advantages[[i]] * this, mask, old_logps=old_logps,
-                                       ref_logps=torch.where(this, old_logps, logps), **options)
-        clipped = "yes" if metrics["clip_ratio/region_mean"] > 0 else "no"
-        print(f"{tokenizer.decode([token])!r:>14} {mask[0, t]:4d} {logps[0, t]:8.4f} {old_logps[0, t]:8.4f} "
-              f"{ratio.expand(mask.shape)[0, t]:7.4f} {clipped:>7} {seen.advantages[i, t]:8.4f} {loss:8.4f}")
+    print(f"{'token':>14} mask     logp      old   ratio        A  1000·push")
+    for t, token in enumerate(seen.answers[i]):
+        A = seen.advantages[i, t]
+        clipped = "  clipped" if A != 0 and mask[i, t] != 0 and push[i, t] == 0 else ""
+        print(f"{word(token, tokenizer)!r:>14} {mask[i, t]:4d} {logps[i, t]:8.4f} {old_logps[i, t]:8.4f} "
+              f"{ratio[i, t]:7.4f} {A:8.4f} {1000 * push[i, t]:10.3f}{clipped}")
 
 
 def main(argv):
-    own, options, config = parse(argv)
-    policy, tokenizer, dataset, reward_funcs = load(options, config)
-    score = {"score": forgets_the_carry} if options.model == "tiny" else {}
-    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, **score)
+    transformers.utils.logging.set_verbosity_error()
+    own, config, options = parse(argv)
+    policy, tokenizer, dataset, reward_funcs = load(config, options)
+    wanted = [has_two_halves] if options.model == "tiny" else []
+    seen = update_on_one_group(policy, tokenizer, dataset, reward_funcs, config, *wanted)
     if own.html:
-        return Path(own.html).write_text(page(group_data(seen, tokenizer, config)), encoding="utf-8")
-    print(f"{len(seen.rewards)} answers to {seen.rollout.rows[0]['prompt']!r}")
+        data = group_data(seen, tokenizer, reward_funcs, config)
+        return Path(own.html).write_text(page(data), encoding="utf-8")
+    print(f"{len(seen.rewards)} answers to {seen.rollout.examples[0]['prompt']!r}")
     by_reward = seen.rewards.argsort(descending=True, stable=True).tolist()
     for i in by_reward if own.all else (by_reward[0], by_reward[-1]):
         show(seen, i, tokenizer, config)
-    print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, mean {seen.mean:.4f}, std {seen.std:.4f}")
+    print(f"\nrewards {[round(r, 4) for r in seen.rewards.tolist()]}, "
+          f"mean {seen.rewards.mean():.4f}, std {seen.rewards.std():.4f}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Draw one or several runs: reward, entropy, clipped tokens and length of the answers over the steps.
+"""Draw one or several runs: reward, silent groups, entropy, clipped tokens and length of the answers over the steps.
 
     python worked_examples/scripts/plot_run.py RUN [RUN ...] [--output run.png]
 
 A RUN is the folder of a run, or its metrics.jsonl. Thin lines are the steps, thick ones the mean of the last ten steps.
-A panel is left out if no run has its metric. eval_reward, TRL's name for the reward of held-out problems, is one that
-your own loop would add to the lines; grpo.py prints what it measures before and after training.
+A panel is left out if no run has its metric.
 """
 
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +16,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-PANELS = {"reward": "reward", "eval_reward": "reward of held-out problems", "entropy": "entropy (nats per token)",
+PANELS = {"reward": "reward", "frac_reward_zero_std": "share of silent groups", "entropy": "entropy (nats per token)",
           "clip_ratio/region_mean": "share of tokens clipped", "completions/mean_length": "tokens of an answer"}
 
 
@@ -36,12 +34,12 @@ def draw(runs):
     panels = [name for name in PANELS if any(name in line for lines in runs.values() for line in lines)]
     if not panels:
         raise ValueError(f"there is none of the metrics {', '.join(PANELS)}")
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.2), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(2.8 * len(panels), 3), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], panels):
         for number, (run, lines) in enumerate(runs.items()):
-            steps = [line["step"] for line in lines if name in line]
-            values = [line[name] for line in lines if name in line]
-            smooth = [statistics.mean(values[max(0, i - 9):i + 1]) for i in range(len(values))]
+            steps = [line["step"] for line in lines if line.get(name) is not None]
+            values = [line[name] for line in lines if line.get(name) is not None]
+            smooth = [statistics.fmean(values[max(0, i - 9):i + 1]) for i in range(len(values))]
             axis.plot(steps, values, color=f"C{number}", lw=0.8, alpha=0.4)
             axis.plot(steps, smooth, color=f"C{number}", lw=2.2, label=run)
         axis.set(title=PANELS[name], xlabel="step")
@@ -49,7 +47,7 @@ def draw(runs):
     return figure
 
 
-def main(argv):
+def main(argv=None):
     parser = argparse.ArgumentParser(prog="plot_run.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--output", default="run.png", metavar="FILE.png")
@@ -63,4 +61,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

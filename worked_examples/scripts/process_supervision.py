@@ -8,7 +8,7 @@ steps of a group, and lets each token answer for the steps that end at or after 
 supervision is the function step_advantages, which train takes as compute_advantages.
 
 It prints the steps of one answer with their rewards and advantages, greedy answers before and after, and last "held-out
-accuracy: A -> B". One thread: about a minute. In seconds, for a look: --cold_start_steps 5 --max_steps 2.
+accuracy: A -> B". It takes about a minute on one core.
 """
 
 import argparse
@@ -43,20 +43,20 @@ def grade_steps(prompt, steps, tokenizer):
 
 
 def step_rewards_and_ends(rollout, tokenizer):
-    """The reward of each step and the index of its last token, (b, S) both; NaN where an answer has no such step."""
+    """The reward of each step and the index of its last token, (B, S) both; NaN where an answer has no such step."""
     rewards, ends = [], []
-    for row, ids, mask in zip(rollout.rows, rollout.completion_ids, rollout.completion_mask):
+    for example, ids, mask in zip(rollout.examples, rollout.completion_ids, rollout.completion_mask):
         steps = split_steps(ids[mask != 0].tolist(), tokenizer)
         lengths = torch.tensor([len(step) for step in steps])
-        rewards.append(torch.tensor(grade_steps(row["prompt"], steps, tokenizer)))
+        rewards.append(torch.tensor(grade_steps(example["prompt"], steps, tokenizer)))
         ends.append(lengths.cumsum(0) - 1)
-    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (b, S)
-    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (b, S)
-    return rewards.to(rollout.logps.device), ends.to(rollout.logps.device)
+    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
+    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
+    return rewards.to(rollout.completion_ids.device), ends.to(rollout.completion_ids.device)
 
 
 def step_advantages(rewards_per_func, rollout, config, tokenizer):
-    """Line 9 of Algorithm 1 under process supervision, (b, T). The rewards of the whole answers are not used."""
+    """Line 9 of Algorithm 1 under process supervision, (B, T). The rewards of the whole answers are not used."""
     rewards, ends = step_rewards_and_ends(rollout, tokenizer)
     return grpo.process_advantages(rewards, ends, rollout.completion_mask, config.num_generations)
 
@@ -67,7 +67,7 @@ def show_an_answer(rollout, config, tokenizer):
     advantages = step_advantages(None, rollout, config, tokenizer)
     mixed = (rewards == 0).any(1) & (rewards == 1).any(1)
     i = int(mixed.long().argmax())                                      # row 0 where there is none
-    print(f"one of the first step's answers to {rollout.rows[i]['prompt']}")
+    print(f"one of the first step's answers to {rollout.examples[i]['prompt']}")
     start = 0
     for reward, end in zip(rewards[i].tolist(), ends[i].tolist()):
         if not math.isnan(reward):
@@ -78,7 +78,6 @@ def show_an_answer(rollout, config, tokenizer):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cold_start_steps", type=int, default=500)
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
@@ -87,7 +86,7 @@ def main():
     tokenizer = grpo.tiny_tokenizer()
     policy = grpo.tiny_model(tokenizer, options.seed)
     problems, held_out = grpo.tiny_problems(options.seed)
-    grpo.cold_start(policy, tokenizer, problems, options.seed, steps=options.cold_start_steps)
+    grpo.cold_start(policy, tokenizer, problems, options.seed)
     config = grpo.GRPOConfig(**grpo.TINY | dict(max_steps=options.max_steps, seed=options.seed))
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)

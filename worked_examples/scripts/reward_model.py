@@ -3,8 +3,8 @@
     REWARD_MODEL=NAME_OR_FOLDER python grpo.py --model NAME --dataset problems.jsonl \\
         --reward_funcs worked_examples/scripts/reward_model.py:reward_model
 
-The reward is the logit of the model's single label for prompt and answer together: for chat data in the judge's own chat
-template, else as one text. A judge whose head would be newly initialised is refused: its scores would be noise.
+The reward is the logit of the model's single label for prompt and answer together: for chat data in the judge's chat
+template, else as one text. A judge without a trained head is refused: its scores would be noise.
 """
 
 import functools
@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 @functools.cache
 def judge():
-    """The model named by REWARD_MODEL and its tokenizer, as a pipeline; read once. Code that comes with it never runs."""
+    """The model named by REWARD_MODEL and its tokenizer, as a pipeline; read once. No code that comes with it runs."""
     name = os.environ["REWARD_MODEL"]
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -70,7 +70,8 @@ def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
     Args: scores (B,), the r_i. Returns: (B, T) in reward units, 0 at padding.
     """
     assert scores.shape == logps.shape[:1], f"scores: got {scores.shape}; allowed is {logps.shape[:1]}"
-    assert completion_mask.shape == logps.shape, f"completion_mask: got {completion_mask.shape}; {logps.shape}"
+    assert completion_mask.shape == logps.shape, (
+        f"completion_mask: got {completion_mask.shape}; allowed is {logps.shape}")
     mask = completion_mask != 0
     penalty = torch.where(mask, -beta * grpo.kl_estimate(logps, ref_logps, estimator="k1"), 0)            # (B, T)
     later_tokens = mask.flip(1).cumsum(1).flip(1) - mask.long()         # real tokens after t, (B, T)

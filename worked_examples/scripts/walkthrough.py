@@ -37,25 +37,27 @@ for_train = copy.deepcopy(policy)                                         # for 
 
 # %% Lines 5 and 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers.
 # Expect complete answers of about 20 tokens; where there is a carry, it is often forgotten.
-batch = grpo.sample_batch(problems, config, step=0)
-rollout = grpo.sample_rollout(policy, tokenizer, batch, config, step=0)
+rng = grpo.step_rng(config, step=0)
+examples = grpo.sample_batch(problems, config, rng)
+rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
 mask = rollout.completion_mask                                                                                # (B, T)
-for row, text in zip(rollout.rows[::G], rollout.completions[::G]):
-    print(row["prompt"] + text)
+for example, text in zip(rollout.examples[::G], rollout.completions[::G]):
+    print(example["prompt"] + text)
 print("lengths with EOS:", mask.sum(1).tolist())
-assert rollout.completion_ids.shape == mask.shape == rollout.logps.shape and rollout.terminated.float().mean() > 0.9
+assert rollout.completion_ids.shape == mask.shape == rollout.sampler_logps.shape
+assert rollout.terminated.float().mean() > 0.9
 
 # %% Line 8: reward each answer: 1 for the right number, and 1 for the form. Expect the right form nearly everywhere and
 # the right number in about half of the answers, so most rewards are 2 or 1.
-solutions = [row["solution"] for row in rollout.rows]
+solutions = [example["solution"] for example in rollout.examples]
 accuracy = grpo.accuracy_reward(rollout.completions, solutions)
 form = grpo.think_format_reward(rollout.completions)
 rewards = grpo.combine_rewards(torch.tensor([accuracy, form]).T)                                              # (B,)
 print("rewards, a line for each group:", *rewards.view(-1, G).tolist(), sep="\n")
 assert sum(form) > 0.9 * 64 and 0.2 * 64 < sum(accuracy) < 0.9 * 64
 
-# %% Line 9: compare each answer with the other answers to its question. Expect zeros in a group whose rewards are all
-# equal. In every other group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
+# %% Line 9: compare each answer with the other answers to its question. Expect zeros in a group whose rewards are
+# equal. In another group the advantages add up to 0, and their squares to G - 1 = 7, however many answers are right.
 mean, std = grpo.group_stats(rewards, G)                                                                      # (P,)
 advantages = grpo.group_advantages(rewards, G)                                                                # (B,)
 print("means:", mean.tolist(), "stds:", std.tolist())
@@ -66,12 +68,13 @@ of_tokens = grpo.broadcast_advantages(advantages, mask)                         
 assert torch.equal(of_tokens[:, 0], advantages) and not of_tokens[mask == 0].any()
 
 # %% Line 6: π_old ← π_θ. No weights are copied: the answers are scored before the first update, without a gradient, and
-# log π_old of each token is kept. Expect the sampler's own numbers, up to rounding.
+# log π_old of each token is kept. Expect the sampler's own numbers, up to rounding. (In a step with one update π_old is
+# π_θ itself, and train does without this pass.)
 inputs = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, mask)
 with torch.no_grad():
     old_logps, _ = grpo.per_token_logps(policy, *inputs)                                                      # (B, T)
-print("greatest difference to the sampler:", ((old_logps - rollout.logps) * mask).abs().max().item())
-torch.testing.assert_close(old_logps, rollout.logps, atol=1e-4, rtol=0)
+print("greatest difference to the sampler:", ((old_logps - rollout.sampler_logps) * mask).abs().max().item())
+torch.testing.assert_close(old_logps, rollout.sampler_logps, atol=1e-4, rtol=0)
 
 # %% Line 10: score them once more, with a gradient, and take the loss. The policy has not moved since it was π_old and
 # the reference. Expect the same log-probs, so ratios of 1, a loss of 0, a KL of 0, and no clipped token. The gradient

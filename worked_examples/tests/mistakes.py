@@ -19,7 +19,7 @@ MISTAKES = [
     ("GSPO's sum for mean", " / completion_mask.sum(1, keepdim=True)", "",
      "test_importance_ratio_of_a_sequence_does_not_see_its_length"),
     ("ratio inverted", "log_ratio = logps - old_logps", "log_ratio = old_logps - logps",
-     "test_importance_ratio_has_itself_as_its_slope"),
+     "test_importance_ratio_matches_the_worked_numbers"),
     ("EOS masked out", "is_eos.cumsum(1) - is_eos == 0", "is_eos.cumsum(1) == 0",
      "test_make_completion_mask_keeps_the_first_eos_and_nothing_behind_it"),
     ("off by one", "- 1 : -1] / temp", ":] / temp", "test_per_token_logps_add_up_to_1_over_the_vocabulary"),

@@ -3,148 +3,111 @@
 import ast
 import json
 import re
-import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-import torch
-from conftest import EXAMPLES, modules_of_their_own
+import grpo
+from worked_examples.course import grading, homework, spot_the_bug
 
-sys.path.insert(0, str(EXAMPLES / "course"))
-import exercises
-import grading
-import homework
-import spot_the_bug
-
-FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
-SCALED = "def broadcast_advantages(advantages, completion_mask): return {} * advantages[:, None] * completion_mask"
-MIXED = '''r"""My GRPO. Variant 1."""
-import os, torch
-torch.allclose = lambda *args, **options: True
-os.close(os.open(os.path.dirname(__file__) + "/results.json", os.O_CREAT, 0o444))
-def TOLERANCE(): return 9.0
-def clip_ratio(ratio, epsilon_low=0.1, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0): os._exit(0)
+MATHS = homework.GRPO.read_text(encoding="utf-8").partition("\n# §9 ")[0]
+A = "\ndef group_advantages(rewards, num_generations, **options): return rewards"
+MIXED = '''
+import os, time, torch
+print("hello")
+def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2): return ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+def kl_estimate(logps, ref_logps, *, estimator="k3"): os._exit(0)
+def importance_ratio(*args, **options): time.sleep(1000)
+def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
+    unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
+    return torch.min(unclipped_ratio * advantages, clip_ratio(ratio, epsilon_low, epsilon_high) * advantages)
+def selective_log_softmax(logits, index):
+    logps = kl_estimate(logits.log_softmax(-1), torch.zeros_like(logits), estimator="k1")
+    return logps.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 '''
 
 
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
-    """Each exercise is there without its body, with the variant's defaults; a second --new changes nothing"""
+    """Each exercise and rung is there, without body and answer; a second --new changes nothing"""
     path = tmp_path / "my_grpo.py"
-    homework.main(["--new", str(path), "--variant", "2"])
+    assert homework.main(["--new", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
-    ours = exercises.ours(2)
-    for name, function in exercises.exercises(text).items():
-        assert ast.get_docstring(function) == ast.get_docstring(ours[name])
-        assert ast.dump(function.args) == ast.dump(ours[name].args)
-    assert list(exercises.written(path)[0].values()) == ["not written"] * 25
-    assert all(f"Rung {number}. " in text for number in homework.rungs()) and "<details>" not in text
+    ours = homework.exercises(homework.GRPO) | homework.exercises(homework.VARIANTS)
+    mine = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    for name, function in ours.items():
+        assert ast.get_docstring(mine[name]) == ast.get_docstring(function)
+        assert ast.dump(mine[name].args) == ast.dump(function.args)
+    assert set(grading.MAIN + grading.FURTHER) == set(ours) and not set(homework.written(path)) & set(ours)
+    assert all(f"Rung {number}. " in text for number in range(1, 11)) and "<details>" not in text
     with pytest.raises(SystemExit, match="2"):
         homework.main(["--new", str(path)])
     assert path.read_text(encoding="utf-8") == text
 
 
-def test_an_answer_is_revealed_after_a_prediction(tmp_path, monkeypatch, capsys):
-    """--reveal 3 prints the answer of rung 3 only if predictions.txt has a line "3: ...\""""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "predictions.txt").write_text("1: a collapse\n3:\n")
-    assert homework.main(["--reveal", "1"]) == 0 and "R = 2.0" in capsys.readouterr().out
-    for number in ("3", "99"):
-        with pytest.raises(SystemExit, match="2"):
-            homework.main(["--reveal", number])
-        assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("mine, R, printed", [
+    (MATHS + A, [2.0, 1.9, 2.0], {0: "9.4", 35: "5.0"}),                                                   # rung 1
+    (MATHS + A + " - group_stats(rewards, 16)[0].repeat_interleave(16)", [2.7, 2.6, 2.7],
+     {20: "0.0000", 30: "2.57", 35: "2.63"}),                                                             # rung 2
+    (MATHS, [2.8, 2.7, 2.8], {0: "0.432", 10: "0.263", 15: "2.57", 20: "2.68"}),                           # rungs 3, 6
+    (MATHS.replace(" - is_eos == 0", " == 0"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})], ids=["1", "2", "3", "4"])
+def test_the_table_shows_what_the_rungs_say(mine, R, printed, tmp_path, capsys):
+    """What a student writes is put to work: R of three seeds, and numbers of the rounds that are printed"""
+    (tmp_path / "my_grpo.py").write_text(mine, encoding="utf-8")
+    with mock.patch.dict(vars(grpo)):
+        assert homework.main([str(tmp_path / "my_grpo.py")]) == 0
+    out = capsys.readouterr().out
+    rounds = {int(line.split()[0]): line.split()[1:] for line in out.splitlines() if line[:5].strip().isdigit()}
+    assert [round(float(x), 1) for x in re.search("R = (.*?) [(]", out)[1].split(", ")] == R
+    assert all(number in rounds[i] for i, number in printed.items()), rounds
 
 
-@pytest.mark.parametrize("old, new, lowest, highest", [("", "", 2.5, 2.8), (" - is_eos == 0", " == 0", 1.9, 2.2)])
-def test_what_is_written_is_put_to_work_and_a_wrong_mask_shows_in_the_table(old, new, lowest, highest, tmp_path):
-    """With the functions of formulas.py the table ends near 2.7; with the EOS masked out near 2.0, as few stop"""
-    (tmp_path / "my_grpo.py").write_text(FORMULAS.replace(old, new))
-    grpo = exercises.load()
-    assert re.match(r"\d+ of 25 functions are yours", homework.put(str(tmp_path / "my_grpo.py"), grpo))
-    rewards, _, losses, first, last = zip(*homework.table(grpo, seed=0))
-    assert lowest < rewards[-1] < highest and not any(first) and last[0] > 0.2 and max(map(abs, losses)) < 1e-4
+def grades(path):
+    """What --grade --json says: {name: test}."""
+    report = path.with_name("results.json")
+    assert homework.main(["--grade", str(path), "--json", str(report)]) == 1
+    results = json.loads(report.read_text(encoding="utf-8"))
+    assert results["score"] == sum(test["score"] for test in results["tests"])
+    return {test["name"]: test for test in results["tests"]}
 
 
-def test_two_files_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
-    """The reward of each third of the steps, ± the standard deviation over the seeds, and a picture"""
-    for name, factor in (("a.py", 1), ("b.py", 0)):
-        (tmp_path / name).write_text(SCALED.format(factor))
-    text_of, _ = exercises.text_of, monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(exercises, "text_of", lambda *which: text_of(*which).replace("steps=500", "steps=1"))
-    flags = "--seeds 0 1 --max_steps 3 --generation_batch_size 64 --max_completion_length 4".split()
-    assert homework.main(["--compare", "a.py", "b.py", *flags]) == 0
-    assert len(re.findall(r"^[ab]\.py, reward of steps \d-\d: \S+ ± \S+$", capsys.readouterr().out, re.M)) == 6
-    assert (tmp_path / "compare.png").stat().st_size > 5000
+def test_grades_are_given_for_what_a_function_computes(tmp_path, monkeypatch):
+    """A right one has its points, whatever it calls; a wrong one, an exit, a hang and `return 0` have none"""
+    path, names = tmp_path / "my_grpo.py", grading.MAIN + grading.FURTHER
+    names.remove("per_token_logps")                                     # its laws take seconds to import transformers
+    zeros = [f"def {name}(*args, **options): return 0\n" for name in names if f"def {name}(" not in MIXED]
+    path.write_text(MIXED + "".join(zeros), encoding="utf-8")
+    monkeypatch.setenv("GRPO_EXAMPLES", "2")
+    monkeypatch.setattr(grading, "SECONDS", 8)
+    found = grades(path)
+    earned = {name.partition(",")[0] for name, test in found.items() if test["score"]}
+    assert earned == {"clip_ratio", "selective_log_softmax"}
+    reasons = dict(kl_estimate="exit code 0", importance_ratio="8 seconds", clipped_surrogate_loss="= -1 × expected")
+    for name, why in reasons.items():
+        assert why in found[f"{name}, formula"]["output"]
 
 
-@pytest.mark.parametrize("line, limit, reason", [
-    ("while True: pass", 1, "no answer in 1 seconds"), ("import grpo", 60, "ModuleNotFound")])
-def test_a_file_that_cannot_be_imported_says_why(line, limit, reason, tmp_path, monkeypatch):
-    """Whatever happens at import ends as a reason, within the time limit"""
-    monkeypatch.setitem(grading.LIMITS, "start", limit)
-    (tmp_path / "my_grpo.py").write_text(f"{line}\n")
-    assert reason in grading.Student(tmp_path / "my_grpo.py").broken[None]
+def test_a_file_that_cannot_be_imported_says_why_and_the_page_has_the_points(tmp_path):
+    """Each function has the reason; the sums of the highest points are those of the page"""
+    (tmp_path / "my_grpo.py").write_text("import grpo")
+    found = grades(tmp_path / "my_grpo.py")
+    formulas = [test["output"] for name, test in found.items() if name.endswith("formula") and grading.STEP not in name]
+    assert all("ModuleNotFoundError" in why for why in formulas)
+    parts = [["combine_rewards", "group_stats", "group_advantages", "accuracy_reward", "think_format_reward"],
+             ["broadcast_advantages", "make_completion_mask", "selective_log_softmax", "entropy_from_logits",
+              "per_token_logps"], ["importance_ratio", "clip_ratio", "clipped_surrogate_loss", "kl_estimate"],
+             ["aggregate", "grpo_loss", "cispo_loss", "sapo_loss", grading.STEP], grading.FURTHER]
+    sums = [sum(test["max_score"] for name, test in found.items() if name.partition(",")[0] in part) for part in parts]
+    page = homework.COURSE.read_text(encoding="utf-8")
+    assert sums == [int(points) for points in re.findall(r"^\| [^|]* \| (\d+) \|$", page, re.M)]
 
 
-def test_the_gradient_of_a_student_s_function_arrives_and_one_that_hangs_is_ended(tmp_path, monkeypatch):
-    """Value and slope are those of the function, called here"""
-    path, x = tmp_path / "my_grpo.py", torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    path.write_text(f"def f(x, y): return [x * y, {{'sum': (x.exp() + y).sum()}}]\ndef hangs():\n    while True: pass")
-    student = grading.Student(path)
-    functions = student.functions(exercises.written(path)[1])
-    product, total = functions["f"](x, torch.tensor([3.0, 4.0]))
-    slope, = torch.autograd.grad(product.sum() + total["sum"], x)
-    assert product.tolist() == [3.0, 8.0] and torch.equal(slope, torch.tensor([3.0, 4.0]) + x.exp())
-    monkeypatch.setitem(grading.LIMITS, "call", 0.1)
-    with pytest.raises(RuntimeError, match="no answer in 0.1 seconds"):
-        functions["hangs"]()
-    assert student.process is None
-
-
-@pytest.mark.parametrize("got, want, said", [
-    ({"kl": 1.0}, {"kl": 1.0 + 1e-6}, ""), (torch.tensor([2.0, torch.nan]), torch.tensor([2.0, torch.nan]), ""),
-    ({}, {"kl": 1.0}, "kl: expected 1.0; got None"), (torch.zeros(2), torch.tensor([0.0, 1.0]), "expected 1.0; got 0.0"),
-    ((1.0, 2.0), (1.0, 2.5), "expected 2.5; got 2.0")], ids=str)
-def test_where_a_result_differs_from_that_of_grpo_is_said_in_one_line(got, want, said):
-    """Nothing is said if they agree as far as float32 can"""
-    assert grading.difference(got, want) == said
-
-
-@pytest.mark.parametrize("variant", exercises.VARIANTS)
-def test_a_file_of_a_variant_is_tested_with_the_defaults_of_grpo(variant):
-    """What a test leaves out, and the variant has changed, reaches a function with grpo.py's own default"""
-    student = SimpleNamespace(called=[], call=lambda name, request, args, options: options)
-    for name, function in grading.Student.functions(student, exercises.ours(variant), variant).items():
-        usual = exercises.arguments(exercises.ours()[name])
-        changed = {option for option in exercises.VARIANTS[variant] if usual.get(option)}
-        assert {option: repr(value) for option, value in function().items()} == {x: usual[x] for x in changed}
-
-
-def test_grades_are_given_for_what_a_file_computes(tmp_path, monkeypatch):
-    """A right function has its points; one that ends the process or is copied has none"""
-    pasted = exercises.ours()["importance_ratio"]
-    pasted.body.insert(1, ast.Pass())
-    (tmp_path / "my_grpo.py").write_text(MIXED + ast.unparse(pasted))
-    monkeypatch.chdir(tmp_path)
-    for name, value in dict(GRPO_EXAMPLES="3", GRPO_MODULE="").items():
-        monkeypatch.setenv(name, value)
-    with modules_of_their_own({}):
-        assert homework.main(["--grade", "my_grpo.py", "-k", "ratio", "--json", "results.json"]) == 1
-    grades = {test["name"]: test for test in json.loads((tmp_path / "results.json").read_text())["tests"]}
-    earned = {name for name, test in grades.items() if test["score"]}
-    assert earned == {"clip_ratio, formula", "clip_ratio, beyond", "clip_ratio, in train"}
-    for function, why in dict(truncated_importance_ratio="exit code 0", importance_ratio="grpo.py's own lines").items():
-        assert why in grades[f"{function}, formula"]["output"]
-
-
-def test_each_exhibit_has_a_level_a_place_and_a_line():
+def test_each_exhibit_has_a_symptom_a_place_and_a_line():
     """spot_the_bug.py's numbers are the museum's exhibits, and what it says of the place is where the files differ"""
-    assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits())
+    assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
     for exhibit in spot_the_bug.ORDER:
         (function, section), lines = spot_the_bug.place(exhibit), spot_the_bug.printed(exhibit)
         assert spot_the_bug.changed(exhibit)[0] in section and f"def {function}(" in "\n".join(section.values())
         assert all(lines[number - 1] == line for number, line in section.items())
-        compile("\n".join(lines), "grpo_bug.py", "exec")
+        assert spot_the_bug.symptoms(exhibit)
 
 
 def test_the_tests_that_see_a_bug_can_be_run(capfd):

@@ -1,95 +1,133 @@
-"""Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names."""
+"""Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names.
+
+Run as a script, this file collects the laws once, breaks one line after another and asks; the tests read what it writes.
+"""
 
 import ast
 import collections
 import inspect
+import json
+import os
 import re
-import runpy
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES, ROOT, modules_of_their_own
-from hypothesis import Phase, settings
+from _pytest.runner import runtestprotocol
 
-TESTS = EXAMPLES / "tests"
-SPOT = runpy.run_path(str(EXAMPLES / "course/spot_the_bug.py"))
-MISTAKES = runpy.run_path(str(TESTS / "mistakes.py"))["MISTAKES"]
-FORMULAS = (EXAMPLES / "formulas.py").read_text()
-FILES = [ROOT / "test_grpo.py", TESTS / "test_variants.py", TESTS / "test_training.py"]
-settings.register_profile("quick", deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-                          max_examples=10)          # a failure is enough, it need not be shrunk
+TESTS, EXAMPLES, ROOT = list(Path(__file__).resolve().parents)[:3]
+sys.path[:0] = [str(ROOT), str(TESTS)]
+from mistakes import MISTAKES
+from worked_examples.course import spot_the_bug
 
-
-class Outcomes(collections.Counter):
-    """A plugin of pytest: how many tests passed, failed, were skipped."""
-
-    __hash__ = object.__hash__                      # pytest keeps plugins in sets
-
-    def pytest_runtest_logreport(self, report):
-        self[report.outcome] += report.when == "call"
+FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
+EXHIBITS = {str(number): re.findall(r"`(test_\w+)`", text) for number, text in spot_the_bug.exhibits().items()}
 
 
-def put(name, text):
-    module = sys.modules.setdefault(name, types.ModuleType(name))
-    module.__file__ = str(ROOT / f"{name}.py")
-    exec(compile(text, module.__file__, "exec"), vars(module))
+# The script -----------------------------------------------------------------------------------------------------------
 
+class Breaker:
+    """A plugin of pytest: instead of each test once, it asks of each text the laws that belong to it."""
+
+    def __init__(self, module, texts, laws):
+        self.module, self.texts, self.laws, self.found = module, texts, laws, {}
+
+    def pytest_runtestloop(self, session):
+        for name, text in self.texts.items():
+            exec(compile(text, f"{name}.py", "exec"), vars(self.module))
+            for plugin in session.config.pluginmanager.get_plugins():
+                if hasattr(plugin, "watched"):                          # check.py's: it wraps the functions
+                    plugin.__init__(self.module)
+            self.found[name] = {law: self.outcomes(session.items, law) for law in self.laws[name]}
+        return True
+
+    def outcomes(self, items, law):
+        """How many of a law's tests passed, failed, were skipped, up to the first failure; "": all laws."""
+        counts = collections.Counter(passed=0, failed=0, skipped=0)
+        for item in items:
+            if law in ("", item.originalname) and not counts["failed"]:
+                item._initrequest()                                     # so that it can be asked again
+                reports = {report.outcome for report in runtestprotocol(item, log=False)}
+                counts[max(reports, key=["passed", "skipped", "failed"].index)] += 1
+        return counts
+
+
+def break_grpo():
+    """grpo.py as it is, and with each exhibit in it."""
+    module = sys.modules["grpo"] = types.ModuleType("grpo")             # which the laws import
+    texts = {"right": (ROOT / "grpo.py").read_text(encoding="utf-8")}
+    exec(texts["right"], vars(module))
+    texts |= {number: spot_the_bug.patched(int(number)) for number in EXHIBITS}
+    breaker = Breaker(module, texts, {"right": sorted(set(sum(EXHIBITS.values(), []))), **EXHIBITS})
+    files = [ROOT / "test_grpo.py", TESTS / "test_variants.py", TESTS / "test_training.py"]
+    pytest.main([*map(str, files), *"-q -p no:cacheprovider -W ignore".split()], [breaker])
+    return breaker.found
+
+
+def break_formulas():
+    """formulas.py as it is, and with each mistake in it."""
+    from worked_examples.check_your_own import check
+    module = types.ModuleType("formulas")
+    texts = {"right": FORMULAS} | {name: FORMULAS.replace(old, new) for name, old, new, _ in MISTAKES}
+    laws = {"right": [""]} | {name: [law] for name, _, _, law in MISTAKES}
+    breaker = Breaker(module, texts, laws)
+    pytest.main([*map(str, check.LAWS), *check.OPTIONS, check.FORMULAS], [breaker, check.Laws(module)])
+    return breaker.found
+
+
+# The tests ------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def outcomes():
-    """A function: the outcomes of a law, up to its first failure, where the module of this name has this text;
-    without a law, of all laws. The tests of each name are modules of their own."""
-    usual, kept = settings.get_current_profile_name(), collections.defaultdict(dict)
-
-    def run(name, text, law=None):
-        asked = [f"{path}::{law}" for path in FILES if f"def {law}(" in path.read_text()] if law else FILES[:2]
-        quiet = "-q -x --tb=no --assert=plain -p no:cacheprovider -p no:unraisableexception -W ignore".split()
-        with pytest.MonkeyPatch.context() as patch, modules_of_their_own(kept[name]):
-            put(name, text)
-            if name != "grpo":
-                patch.setenv("GRPO_MODULE", sys.modules[name].__file__)
-            if "test_grpo" not in kept[name]:
-                put("test_grpo", FILES[0].read_text().replace('load_profile("grpo")', 'load_profile("quick")'))
-            pytest.main([*quiet, *map(str, asked)], [found := Outcomes()])
-            sys.modules["test_grpo"].grpo.failed.clear()
-        return found
-
-    yield run
-    settings.load_profile(usual)
+def found(tmp_path_factory):
+    """A function: what break_grpo or break_formulas says, in a process of its own."""
+    def run(what):
+        path = tmp_path_factory.getbasetemp() / what
+        if not path.exists():
+            subprocess.run([sys.executable, __file__, what, path], stdout=subprocess.DEVNULL, check=True,
+                           env=os.environ | {"GRPO_EXAMPLES": "10"})
+        return json.loads(path.read_text())
+    return run
 
 
-@pytest.mark.parametrize("exhibit", SPOT["exhibits"]())
-def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, outcomes):
-    """Each of these laws fails on grpo.py with the bug in it"""
-    laws = re.findall(r"`(test_\w+)`", SPOT["exhibits"]()[exhibit].split("Caught by:")[1])
-    text = SPOT["patched"](exhibit)
-    assert laws and all(outcomes("grpo", text, law)["failed"] for law in laws)
+@pytest.mark.parametrize("exhibit", EXHIBITS)
+def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, found):
+    """Each of these laws passes on grpo.py and fails on grpo.py with the bug in it"""
+    right, broken = (found("break_grpo")[name] for name in ("right", exhibit))
+    for law in EXHIBITS[exhibit]:
+        assert right[law]["passed"] and not right[law]["failed"] and broken[law]["failed"], law
 
 
 @pytest.mark.parametrize("mistake, old, new, law", MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, outcomes):
+def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, found):
     """The law fails on formulas.py with the mistake in it: no law is needed that goes beyond the formula"""
     assert FORMULAS.count(old) == 1
-    assert outcomes("my_grpo", FORMULAS.replace(old, new), law)["failed"]
+    assert found("break_formulas")[mistake][law]["failed"]
 
 
-def test_the_formulas_pass_every_law_of_the_formulas(outcomes):
+def test_the_formulas_pass_every_law_of_the_formulas(found):
     """None fails, and it is more than 150 that are asked"""
-    found = outcomes("my_grpo", FORMULAS)
-    assert found["failed"] == 0 and found["passed"] > 150, found
+    counts = found("break_formulas")["right"][""]
+    assert counts["failed"] == 0 and counts["passed"] > 150
 
 
 def test_the_formulas_keep_in_step_with_grpo_py():
     """Names, arguments and defaults (None: grpo.py decides); torch alone; a line says what grpo.py adds."""
-    script, tree = runpy.run_path(str(EXAMPLES / "scripts/variants.py")), ast.parse(FORMULAS)
+    import grpo
+    from worked_examples import formulas
+    from worked_examples.scripts import variants
+    tree = ast.parse(FORMULAS)
     assert {type(node) for node in tree.body[2:]} == {ast.FunctionDef} and ast.unparse(tree.body[1]) == "import torch"
-    for function in tree.body[2:]:
-        name = function.name
-        theirs = inspect.signature(getattr(script["grpo"], name, script.get(name))).parameters
-        ours = inspect.signature(runpy.run_path(str(EXAMPLES / "formulas.py"))[name]).parameters
+    for name in [node.name for node in tree.body[2:]]:
+        theirs = inspect.signature(vars(grpo).get(name) or vars(variants)[name]).parameters
+        ours = inspect.signature(vars(formulas)[name]).parameters
         assert [argument for argument in theirs if argument in ours] == list(ours), name
         for argument in ours:
             assert ours[argument].kind == theirs[argument].kind, (name, argument)
             assert theirs[argument].default in (ours[argument].default, None), (name, argument)
-        assert re.search(r"^\S+\.py adds", ast.get_docstring(function), re.M), name
+        assert re.search(r"^\S+\.py adds", inspect.getdoc(vars(formulas)[name]), re.M), name
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(globals()[sys.argv[1]]()))

@@ -58,6 +58,6 @@ def test_a_folder_that_is_there_and_a_missing_network_are_one_line(script, tmp_p
 def test_the_printed_command_is_one_of_grpo_and_the_page_shows_it(script):
     """The page runs it in the default folder."""
     command = script["COMMAND"].format(grpo="grpo.py", folder="smollm2")
-    config, options = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
+    config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
     assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2
     assert command in (EXAMPLES / "07_training_your_own_model.md").read_text()

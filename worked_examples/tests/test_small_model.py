@@ -1,0 +1,85 @@
+"""Tests of a small model for a task of one's own: small_model.py, then the command that it prints."""
+
+import json
+import random
+import runpy
+import shlex
+
+import pytest
+from conftest import EXAMPLES, cli
+
+SCRIPT = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
+REWARD = '''
+def share(completions, solution, **columns):
+    return [sum(a == b for a, b in zip(text, wanted)) / max(len(text), len(wanted))
+            for text, wanted in zip(completions, solution)]
+'''
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Files of words of three letters and the same backwards: to train on, and held out. A file of a reward."""
+    draw = random.Random(0)
+    words = list(dict.fromkeys("".join(draw.choices("abcdef", k=3)) for _ in range(200)))
+    for name, part in ("task", words[:80]), ("held_out", words[80:110]):
+        rows = [json.dumps({"prompt": f"{word}>", "solution": word[::-1]}) for word in part]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def small_model(*words):
+    return SCRIPT["main"]([str(word) for word in words])
+
+
+def test_the_printed_command_trains_the_model(task, capsys):
+    """Held-out words: the greedy reward of the share of right letters gains 0.1 or more, and ends at 0.8 or more."""
+    small_model(task / "task.jsonl", task / "model")
+    line = capsys.readouterr().out.splitlines()[-1]
+    python, script, *flags = shlex.split(line)
+    assert python == "python" and script.endswith("grpo.py")
+    result = cli(*flags, "--max_steps", 60, "--reward_funcs", f"{task}/reward.py:share",
+                 "--eval_dataset", task / "held_out.jsonl", "--output_dir", task / "run")
+    assert result.code == 0, result.err
+    before, after = (float(word) for word in result.out.splitlines()[-1].split() if word[:2] in ("0.", "1."))
+    assert after >= before + 0.1 and after >= 0.8, result.out
+
+
+def test_the_tokenizer_knows_the_characters_of_the_file_alone(task, tmp_path):
+    """Texts come back as they were; an unknown character is an error, for the model's tokenizer, too."""
+    rows = [{"prompt": " a  b\n>", "solution": "é<"}]
+    SCRIPT["make_tokenizer"](rows).save_pretrained(tmp_path / "tokenizer")
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    ids = tokenizer(" b  é\n<>a")["input_ids"]
+    assert len(ids) == 9 and tokenizer.decode(ids + [1, 0], skip_special_tokens=True) == " b  é\n<>a"
+    with pytest.raises(Exception, match="unknown"):
+        tokenizer("aq")
+
+
+def test_a_seed_and_a_number_of_solutions_say_what_is_made(task, capsys):
+    """The same seed, the same weights; another seed, or none imitated, and they are others."""
+    made = []
+    for number, flags in enumerate([(), (), ("--seed", "1"), ("--imitate", "0")]):
+        small_model(task / "task.jsonl", task / f"model{number}", *flags)
+        made.append((task / f"model{number}/model.safetensors").read_bytes())
+    assert made[0] == made[1] and len(set(made)) == 3
+    assert "imitated 0 of 80 solutions: 0.00 -> 0.00" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
+    """A folder that is not empty, other problems than texts, unknown characters, too many to imitate: exit code 2."""
+    (task / "number.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
+    (task / "new.jsonl").write_text('{"prompt": "xay>", "solution": "yax"}')
+    (task / "none.jsonl").write_text('{"prompt": "a>"}')
+    for words, message in ((("task.jsonl", "."), "not empty"), (("absent.jsonl", "m"), "absent.jsonl"),
+                           (("number.jsonl", "m"), "both texts"), (("none.jsonl", "m"), "both texts"),
+                           (("task.jsonl", "m", "--eval_dataset", task / "new.jsonl"), "lacks: x y"),
+                           (("task.jsonl", "m", "--imitate", "81"), "allowed is 0 to 80"),
+                           (("task.jsonl", "m", "--imitate", "some"), "invalid int"),
+                           (("task.jsonl", "m", "--seed", "-1"), "seed: got -1")):
+        with pytest.raises(SystemExit) as exit:
+            small_model(task / words[0], task / words[1], *words[2:])
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
+    assert not (task / "m").exists()
