@@ -1064,8 +1064,6 @@ def load_job(config, options):
 
 def run(config, options, saved, argv):
     """The job of a command line."""
-    if options.model == "tiny":
-        torch.set_num_threads(1)                               # several would wait for each other
     reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
     if len(config.reward_weights or reward_funcs) != len(reward_funcs):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
@@ -1074,6 +1072,8 @@ def run(config, options, saved, argv):
         dataset, held_out, policy, tokenizer = load_job(config, options)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
+    if policy.num_parameters() < 10**6:
+        torch.set_num_threads(1)                               # several would wait for each other
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     log = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
     try:
