@@ -113,7 +113,7 @@ def make(task, folder, held_out, count, seed):
           f"({time.perf_counter() - started:.0f} seconds). To train it:")
     command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
     command += ["--eval_dataset", held_out] if held_out else []
-    command += ["--seed", seed, "--max_completion_length", length, "--learning_rate", "1e-3", "--max_steps", 300,
+    command += ["--seed", seed, "--max_completion_length", length, "--learning_rate", "1e-3", "--max_steps", 800,
                 "--generation_batch_size", 128, "--per_device_train_batch_size", 128, "--save_steps", 100]
     print(shlex.join(map(str, command)))
 

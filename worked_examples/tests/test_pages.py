@@ -179,7 +179,7 @@ def test_the_numbers_of_page_06():
 
 
 def test_the_numbers_of_page_07():
-    """Four answers, several rewards, the group of 9+2, the runs of a real model, memory"""
+    """Four answers, several rewards, the runs of a real model, memory"""
     answers = ["<think>7+5=12,4+8+1=13</think>132", "<think>7+5=12,4+8+0=12</think>122", "132", "<think>132"]
     assert grpo.accuracy_reward(answers, solution=["132"] * 4) == [1, 0, 1, 0]
     assert grpo.think_format_reward(answers) == [1, 1, 0, 0]
@@ -190,8 +190,6 @@ def test_the_numbers_of_page_07():
     first = [grpo.group_advantages(r, 3, scale_rewards="none")[0] for r in (rewards, doubled)]
     assert numbers(first) == near(0.3433, 0.6867)
     assert grpo.group_advantages(f64(1, 1, 0), 3, eps=0)[2].item() == approx(-1.1547, abs=5e-5)
-    right, wrong, *_ = grpo.group_advantages(f64(1, 0, 0, 0, 0, 0, 0, 0), 8)
-    assert numbers([right, wrong, right + 3 * wrong]) == near(2.47, -0.35, 1.41, digits=2)
 
     runs = load("real_model")
     seeds = runs[numpy.char.startswith(runs["run"], "seed")]
@@ -399,7 +397,7 @@ def test_the_numbers_of_page_11():
         assert [float(cell) for cell in cells.split(" | ")] == approx(means, abs=6e-4), name
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
     assert right[:3].tolist() == near(0.45, 0.20, 0.07, digits=2) and right[3:].max() < 0.08
-    assert [entropy[0], entropy[10:].mean()] == approx([0.03, 0.3], abs=0.05)
+    assert [entropy[0], entropy[10:].mean()] == [approx(0.03, abs=5e-3), approx(0.3, abs=0.05)]
     assert (collapse["grad_norm"] == 0).sum() == (collapse["frac_reward_zero_std"] == 1).sum() == 14
     assert len(collapse) == 60 and (good["grad_norm"] > 0).all()
     assert abs(good["loss"]).max() < 0.06 and abs(collapse["loss"]).max() < 0.06

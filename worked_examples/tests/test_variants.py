@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 from test_grpo import (advantages_of, any_advantage, any_float32, any_group, any_groups, any_logp, any_mask_dtype,
-                       any_number, any_reward, answers, beyond, columns, expect, expect_equal,
+                       any_number, any_reward, answers, beyond, columns, expect,
                        expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
 from worked_examples.scripts import variants
 
@@ -53,8 +53,8 @@ def test_leave_one_out_advantages_have_a_baseline_without_the_answer_itself(rewa
     """A_i(r_i + c) = A_i(r_i) + c: the baseline does not move with its own answer; r - mean is (n - 1)/n of it"""
     (first, *rest), n = rewards, len(rewards)
     A, moved = [variants.leave_one_out_advantages(f64(r), n) for r in (rewards, [first + c, *rest])]
-    expect_equal(moved[0], A[0] + c)
-    expect_equal(A * (n - 1) / n, advantages_of([rewards], scale_rewards="none")[0])
+    expect(moved[0], A[0] + c)
+    expect(A * (n - 1) / n, advantages_of([rewards], scale_rewards="none")[0])
 
 
 @with_options({}, dict(gamma=0.5), dict(gamma=0.9, lam=0.5), dict(lam=0.0), dict(lam=1.0))
@@ -71,7 +71,7 @@ def test_gae_advantages_match_the_oracle(options, rows):
     r, V, mask = columns(rows)
     A, returns = variants.gae_advantages(r, V, mask, **options)
     expect(A[mask == 1], want)
-    expect_equal(returns[mask == 1], A[mask == 1] + V[mask == 1])
+    expect(returns[mask == 1], A[mask == 1] + V[mask == 1])
 
 
 @pytest.mark.parametrize("lam, want", [
@@ -146,7 +146,7 @@ def test_top_entropy_mask_in_the_advantages_is_that_of_the_loss(options, rows, q
         alone = torch.zeros_like(A)
         alone[i, t] = A[i, t]
         want = want + weight[i, t] * (loss(alone) - with_kl)
-    expect_equal(loss(A * weight), want)
+    expect(loss(A * weight), want)
 
 
 MASKED = [
@@ -176,7 +176,7 @@ def test_nan_at_the_padding_reaches_no_value_and_no_slope(name, function, rows, 
 def test_one_more_column_of_padding_changes_nothing(name, function, rows):
     """f(rows padded to T + 1) = f(rows padded to T)"""
     wider, want = [torch.nn.functional.pad(x, (0, 1)) for x in columns(rows)], function(*columns(rows))
-    expect_equal(function(*wider)[:, :want.size(1)], want)
+    expect(function(*wider)[:, :want.size(1)], want)
 
 
 @beyond("masks")
@@ -185,7 +185,7 @@ def test_one_more_column_of_padding_changes_nothing(name, function, rows):
 def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
     """f(mask of this dtype) = f(mask of 0.0 and 1.0)"""
     x, y, mask = columns(rows)
-    expect_equal(function(x, y, mask.to(dtype)), function(x, y, mask))
+    expect(function(x, y, mask.to(dtype)), function(x, y, mask))
 
 
 X = torch.ones(2, 3)
