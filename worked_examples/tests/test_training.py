@@ -513,9 +513,13 @@ def test_a_run_stopped_at_any_step_and_resumed_has_the_bits_of_the_whole(tmp_pat
 
 LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 FULL = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (%d, {LIMIT[1]}))"    # the longest file, in bytes
+CTRL_C = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)                # nohup ignores it
+signal.raise_signal(signal.SIGINT)
+"""
 ENDS = {  # what happens in the fourth call of the reward function, the exit code, what is said, some options
-    "Ctrl-C": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "", dict(
-        num_iterations=2, beta=0.1, lr_scheduler_type="constant")),
+    "Ctrl-C": (CTRL_C, 130, "", dict(num_iterations=2, beta=0.1, lr_scheduler_type="constant")),
     "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", dict(
         warmup_steps=3, beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, num_mini_batches=2)),
     "a wrong reward": ("answer = [1.0]", 2, "error: reward_funcs: length returned 1 reward, ", {}),
