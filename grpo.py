@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, its equations as pure functions.
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
-gets a score. Tokens of an answer above the group's mean become more likely, of one below it less.
+gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
 §1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the
 demo's task, §12 the command line.
 

@@ -27,7 +27,7 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     text = FORMULAS.replace("-torch.min(", "torch.min(")
     code, said = verdicts(text, tmp_path, "-k", "clipped or on_policy or kl_estimate_matches")
     assert code == 1
-    assert said["clipped_surrogate_loss"].startswith("differs in 18 of 23 (l = -min(")
+    assert said["clipped_surrogate_loss"].startswith("differs in 18 of 22 (l = -min(")
     assert "rho=0.5, A=1.0" in said["clipped_surrogate_loss"]
     assert said["grpo_loss"] == "waits for clipped_surrogate_loss"
     assert said["kl_estimate"].startswith("same")
