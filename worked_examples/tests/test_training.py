@@ -118,6 +118,13 @@ def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
         assert mask[1].tolist() == [0, 0, 0] + [1] * len(want[1])
 
 
+def test_one_prompt_that_ends_in_padding_is_refused():
+    """Sampling continues from the last column: generate and per_token_logps want padding on the left."""
+    mask = PROMPT_MASK.flip(1)                                          # of three rows, the second has no padding
+    with pytest.raises(AssertionError, match="prompt_mask: got .* left-padded"):
+        grpo.generate(LLAMA, PROMPT_IDS, mask, max_completion_length=1, eos_token_ids=1)
+
+
 def test_every_eos_id_ends_a_completion():
     """The tokenizer's EOS and those of the model's generation config."""
     model, tokenizer = make_model("Llama"), grpo.tiny_tokenizer()
