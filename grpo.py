@@ -657,7 +657,7 @@ class GRPOConfig:
             if isinstance(value, str):
                 right = value in get_args(entry.type)
             elif isinstance(value, (int, float)):
-                least = entry.type is int and name not in ("warmup_steps", "seed")
+                least = 1 if entry.type is int and name not in ("warmup_steps", "seed") else 0
                 right = right and least <= value < math.inf
             if not right:
                 words = get_args(entry.type) or entry.metadata["help"]
@@ -922,7 +922,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 # §12 Command line ---------------------------------------------------------------------------------
 
 def load_dataset(path):
-    """JSON Lines: objects with "prompt" (a text, or messages) and further columns, as in line 1."""
+    """Read JSON Lines: "prompt" (a text, or messages) and further columns, those of line 1."""
     rows = []
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")       # a byte order mark
     for number, line in enumerate(text.splitlines(), 1):
@@ -984,6 +984,7 @@ def save_checkpoint(policy, tokenizer, state, config, folder):
 
 
 def checkpoints_in(folder):
+    """The folders named checkpoint-STEP: not one that is unfinished, nor a copy of the user's."""
     return [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdigit()]
 
 
@@ -1010,7 +1011,7 @@ def parse_options(argv):
         "--output_dir", help="a folder without a checkpoint (grpo-output, else grpo-output-2, ...)")
     parser.add_argument(
         "--resume_from_checkpoint", help="a checkpoint-STEP folder, with its run's options")
-    options, saved = parser.parse_args(argv), None
+    options, saved = parser.parse_args(argv), None             # first for what sets the defaults
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
