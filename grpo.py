@@ -52,7 +52,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy
 import torch
@@ -283,7 +283,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "dapo":    Σ l·m / N                   a token weighs 1/N, N the tokens of the whole update
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N
     (num_items_in_batch): the losses of the parts then add up to the loss of the whole. "bnpo"
-    ignores both; train has no bnpo.
+    ignores both, so the command line has no bnpo.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (N of
     a group). Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds
     0, and counts in B.
@@ -611,9 +611,8 @@ def option(default, text):
 @dataclass(frozen=True)
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size")
-    lr_scheduler_type: Literal["linear", "constant"] = option("linear", "linear: down to 0")
-    warmup_steps: int = option(0, "steps over which the step size rises")
+    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly to 0")
+    warmup_steps: int = option(0, "steps over which the step size rises before it falls")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
     max_steps: int = option(100, "steps in all; each samples one batch and learns from it")
     num_generations: int = option(8, "G, completions for each prompt: 2 or more")
@@ -654,14 +653,11 @@ class GRPOConfig:
             "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
         for name, entry in self.__dataclass_fields__.items():
             value, right = getattr(self, name), allowed.get(name, True)
-            if isinstance(value, str):
-                right = value in get_args(entry.type)
-            elif isinstance(value, (int, float)):
+            if isinstance(value, (int, float)):
                 least = 1 if entry.type is int and name not in ("warmup_steps", "seed") else 0
                 right = right and least <= value < math.inf
             if not right:
-                words = get_args(entry.type) or entry.metadata["help"]
-                raise InputError(f"{name}: got {value!r}; allowed: {words}")
+                raise InputError(f"{name}: got {value!r}; allowed: {entry.metadata['help']}")
 
 
 def loss_options(config):
@@ -791,12 +787,10 @@ def mini_batches(config, rng):
 
 
 def learning_rate(config, step):
-    """It rises over warmup_steps steps, then stays, or falls linearly to 0 at max_steps."""
+    """It rises over warmup_steps steps, then falls linearly, and would be 0 at max_steps."""
     rising = (step + 1) / (config.warmup_steps + 1)
     falling = (config.max_steps - step) / max(config.max_steps - config.warmup_steps, 1)
-    if config.lr_scheduler_type == "constant":
-        falling = 1.0
-    return config.learning_rate * min(rising, falling, 1.0)
+    return config.learning_rate * min(rising, falling)
 
 
 def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
