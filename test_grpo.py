@@ -314,25 +314,18 @@ def entropy_of(logits):
 @given(st.lists(
     st.tuples(st.lists(any_logit, min_size=3, max_size=3), st.integers(0, 2)), min_size=1, max_size=3))
 def test_selective_log_softmax_matches_the_worked_numbers_and_the_oracle(rows):
-    """log p(o) = z_o - log Σ_v exp(z_v) at each position; logits 2, 1, 0 at temperatures 1, 0.5 (page 8)"""
+    """log p(o) = z_o - log Σ_v exp(z_v), and the same of z + 1000; logits 2, 1, 0, temperatures 1, 0.5 (page 8)"""
     expect(log_softmax_of([2.0, 1.0, 0.0]), [-0.4076, -1.4076, -2.4076], 5e-5)
     expect(log_softmax_of([4.0, 2.0, 0.0]), [-0.1429, -2.1429, -4.1429], 5e-5)
     logits, index = f64([[z] for z, _ in rows]), torch.tensor([[o] for _, o in rows])
     want = [oracle_log_softmax(z)[o] for z, o in rows]
     expect(grpo.selective_log_softmax(logits, index)[:, 0], want)
-    expect(grpo.selective_log_softmax(logits.transpose(0, 1), index.T)[0], want)
-
-
-@given(any_logits)
-def test_selective_log_softmax_adds_up_to_1_and_does_not_see_a_shift_of_the_logits(logits):
-    """Σ_v p(v) = 1, and log p(z + c) = log p(z): logits have no zero point, 1000 does not overflow"""
-    expect(log_softmax_of(logits).exp().sum(), 1.0)
-    expect(log_softmax_of([z + 1000 for z in logits]), log_softmax_of(logits))
+    expect(grpo.selective_log_softmax(logits.transpose(0, 1) + 1000, index.T)[0], want)
 
 
 @given(any_logits)
 def test_entropy_from_logits_matches_the_worked_numbers_and_the_oracle(logits):
-    """H = -Σ_v p_v·log p_v in nats; logits 2, 1, 0 (page 8); H(z + c) = H(z): 1000 does not overflow"""
+    """H = -Σ_v p_v·log p_v in nats, and the same of z + 1000; logits 2, 1, 0 (page 8)"""
     expect(entropy_of([2.0, 1.0, 0.0]), 0.8324, 5e-5)
     want = -sum(math.exp(x) * x for x in oracle_log_softmax(logits))
     expect(entropy_of(logits), want)
@@ -505,8 +498,7 @@ def test_importance_ratio_matches_the_worked_numbers(log_ratios, options, want):
 @with_options({}, SEQUENCE)
 @given(answers(any_logp, any_logp))
 def test_importance_ratio_matches_the_oracle_and_has_itself_as_its_slope(options, rows):
-    """ρ = exp(log π - log π_old) (DeepSeekMath eq. 3), s = exp(1/|o|·Σ log ρ_t), (B, 1) (GSPO eq. 7);
-    ∂Σρ/∂log π = ρ, ∂Σs/∂log π = s over an answer's tokens: the on-policy ratio is 1 and teaches"""
+    """ρ = π/π_old (DeepSeekMath eq. 3), of a sequence exp(mean of log ρ) (GSPO eq. 7); ∂(Σ_t ρ)/∂log π = ρ: 1 teaches"""
     logps, old, mask = columns(rows)
 
     def at_tokens(logps):
@@ -603,7 +595,7 @@ def oracle_kl(p, q, estimator="k3"):
 
 @pytest.mark.parametrize("options, worked", [                                                   # page 9
     (dict(estimator="k1"), [0.6931, 0.0, -0.6931]), (dict(estimator="k2"), [0.2402, 0.0, 0.2402]),
-    (dict(estimator="k3"), [0.1931, 0.0, 0.3069]), ({}, [0.1931, 0.0, 0.3069])], ids=str)
+    ({}, [0.1931, 0.0, 0.3069])], ids=str)                              # k3
 @given(st.lists(st.tuples(grid(-20, 0, 0.125), grid(-20, 0, 0.125)), min_size=1, max_size=3))
 def test_kl_estimate_matches_the_worked_numbers_and_the_oracle(options, worked, tokens):
     """k1 = log π - log π_ref, k2 = k1²/2, k3 = exp(-k1) + k1 - 1 (DeepSeekMath eq. 4), however far π is"""
@@ -632,8 +624,7 @@ def test_kl_estimate_k1_and_k3_have_the_kl_as_their_mean(options, p, q):
 
 @pytest.mark.parametrize("options, by_ratio, teaches", [
     (dict(estimator="k1"), False, "nothing"), (dict(estimator="k2"), False, "∇KL(π‖π_ref)"),
-    (dict(estimator="k3"), False, "∇KL(π_ref‖π)"), ({}, False, "∇KL(π_ref‖π)"),
-    ({}, True, "∇KL(π‖π_ref)")], ids=str)                               # DeepSeek-V3.2
+    ({}, False, "∇KL(π_ref‖π)"), ({}, True, "∇KL(π‖π_ref)")], ids=str)  # ρ·k3: DeepSeek-V3.2
 @given(any_distribution, any_distribution)
 def test_kl_estimate_teaches_what_the_table_says(options, by_ratio, teaches, p, q):
     """Samples held fixed: E ∇k1 = 0, E ∇k2 = ∇KL(π‖π_ref), E ∇k3 = ∇KL(π_ref‖π); E ∇(ρ·k3) = ∇KL(π‖π_ref):
@@ -655,7 +646,6 @@ def test_kl_estimate_teaches_what_the_table_says(options, by_ratio, teaches, p, 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 any_losses = answers(any_reward)
 every_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
-every_type_of_a_whole_batch = pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])     # not bnpo
 
 
 def of_type(loss_type, T_max=7):
@@ -717,7 +707,7 @@ def test_aggregate_of_a_constant_is_that_constant(loss_type, lengths, c):
     expect(aggregate_of([[(c,)] * n for n in lengths], loss_type), c)
 
 
-@every_type_of_a_whole_batch
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @given(st.lists(any_losses, min_size=1, max_size=3), st.randoms())
 def test_aggregate_of_microbatches_adds_up_to_the_whole(loss_type, parts, random):
     """Σ aggregate(part; rows and tokens of the whole) = aggregate(whole), for any split; not bnpo"""
@@ -738,7 +728,7 @@ def test_aggregate_counts_an_answer_without_a_token(loss_type, want):
 
 @beyond("shapes")
 @every_loss_type
-@given(answers(any_reward))
+@given(any_losses)
 def test_aggregate_of_one_loss_for_each_answer_is_that_of_its_tokens(loss_type, rows):
     """l of shape (B, 1), as GSPO has it, is the loss of each token of its answer"""
     loss, mask = columns(rows)
@@ -801,7 +791,6 @@ def rated_answers(logp):
 
 
 any_rated_answers = rated_answers(any_logp)
-any_far_answers = rated_answers(grid(-19, 0, 0.125))
 any_tokens_or_none = st.lists(st.tuples(any_logp, any_logp, any_logp, any_advantage), max_size=3)
 CISPO = dict(policy_loss="cispo", epsilon_high=2.0)
 SAPO = dict(policy_loss="sapo")
@@ -894,10 +883,9 @@ def test_grpo_loss_matches_the_worked_numbers(options, want, want_by_default):
     """Answers of 5, 4, 6 tokens, A = 1.225, -1.225, 0, then the default's ±0.9998: log ratios to one loss"""
     log_ratios = [[10, 5, -10, 8, 2], [-5, 10, -8, 5], [8, -5, 10, 5, -8, 10]]          # in hundredths
     logps, mask = columns([[(x / 100,) for x in row] for row in log_ratios])
-    loss, _ = grpo.grpo_loss(logps, f64([1.225, -1.225, 0.0]), mask, old_logps=0 * logps, **options)
-    expect(loss, want, 5e-7)
-    loss, _ = grpo.grpo_loss(logps, f64([0.99980004, -0.99980004, 0.0]), mask, old_logps=0 * logps, **options)
-    expect(loss, want_by_default, 5e-7)
+    for A, wanted in ((1.225, want), (0.99980004, want_by_default)):
+        loss, _ = grpo.grpo_loss(logps, f64([A, -A, 0.0]), mask, old_logps=0 * logps, **options)
+        expect(loss, wanted, 5e-7)
 
 
 @pytest.mark.parametrize("lengths, loss_type, want", [                                          # page 2
@@ -918,7 +906,7 @@ def test_grpo_loss_matches_the_oracle(options, rows):
 
 
 @settings(max_examples=max(DRAWS, 200))
-@given(any_far_answers, any_options)
+@given(rated_answers(grid(-19, 0, 0.125)), any_options)
 def test_grpo_loss_matches_the_oracle_with_any_options(rows, options):
     """loss = aggregate(l(ρ, A) + β·KL), whatever is combined, and without a bound up to log ρ = ±19"""
     expect(loss_of(rows, **options)[0], oracle_loss(rows, **options)[0])
@@ -1027,8 +1015,7 @@ def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, parts):
 @settings(max_examples=max(DRAWS, 200))
 @given(st.lists(any_tokens_or_none, max_size=3), any_options)
 def test_grpo_loss_with_advantages_of_tokens_and_an_answer_without_one_matches_the_oracle(rows, options):
-    """A (B, T), as process supervision has it. An answer without a token is one of grpo's and dr_grpo's rows,
-    its padding has no gradient; no token at all: 0. All four metrics are there, as floats"""
+    """A (B, T), as process supervision has it; an answer without a token is one of grpo's and dr_grpo's rows"""
     loss, metrics = loss_of(rows, by_token=True, **options)
     loss_wanted, metrics_wanted = oracle_loss(rows, **options)
     expect(loss, loss_wanted)
@@ -1085,8 +1072,7 @@ def test_process_advantages_match_the_worked_numbers(solutions, want):
 @with_options({}, dict(correction=0), dict(eps=0.5))
 @given(any_solutions)
 def test_process_advantages_match_the_oracle(options, solutions):
-    """A_t = Σ z of the steps that end at or after t, z = (r - mean) / (std + eps) over the group's steps;
-    a step whose r is NaN is none, whatever its end is"""
+    """A_t = Σ z of the steps that end at or after t, z = (r - mean) / (std + eps) over the group's; NaN: no step"""
     expect(process_advantages_of(solutions, **options), oracle_process(solutions, **options))
 
 
@@ -1098,15 +1084,6 @@ def test_process_advantages_of_equal_step_rewards_are_exactly_zero_in_float32(S,
         steps, ends = torch.tensor(rewards), torch.arange(S).expand(2, S)
         A = grpo.process_advantages(steps, ends, torch.ones(2, S), 2, eps=0.0)
         expect(A, [[0.0] * S] * 2, 0)
-
-
-@given(st.lists(st.tuples(st.integers(1, 4), any_reward), min_size=2, max_size=4))
-def test_process_advantages_of_one_step_at_the_end_are_outcome_supervision(graded):
-    """One step that ends at the last token: A_{i,t} = A_i"""
-    outcome = oracle_advantages([[reward for _, reward in graded]])[0]
-    want = [[A] * length + [0.0] * (6 - length) for A, (length, _) in zip(outcome, graded)]
-    one_step_each = [(length, (reward, length - 1)) for length, reward in graded]
-    expect(process_advantages_of(one_step_each, len(graded)), want)
 
 
 def none_as_nan(rewards):
