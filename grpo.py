@@ -1094,14 +1094,12 @@ def run(config, options, saved, argv):
                 for path in set(checkpoints_in(folder)) - {checkpoint}:
                     shutil.rmtree(path)
     except BaseException as error:                             # Ctrl-C, too
-        what = "start again"
-        if checkpoint:
-            what = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
+        if checkpoint:                                         # without one it starts again
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
         if checkpoint or not isinstance(error, InputError):    # else the run is refused
-            print(f"stopped; to {what}:", shlex.join(["python", sys.argv[0], *argv]))
+            print("stopped; to go on:", shlex.join(["python", sys.argv[0], *argv]))
         raise
-    print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
+    print(f"the model and metrics.jsonl are in {checkpoint}")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         since = f"; the first number is of step {first}" if saved else ""
