@@ -1077,11 +1077,10 @@ def run(config, options, saved, argv):
         state = initial_state(policy, config)
         if saved:
             load_checkpoint(state, saved)
-        first = state.step
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-        bar = tqdm(steps, "GRPO", initial=first, total=config.max_steps, disable=None)
+        bar = tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None)
         for _, _, metrics in bar:
             log += json.dumps(metrics, allow_nan=False) + "\n"
             folder.mkdir(parents=True, exist_ok=True)
@@ -1102,7 +1101,7 @@ def run(config, options, saved, argv):
     print(f"the model and metrics.jsonl are in {checkpoint}")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        since = f"; the first number is of step {first}" if saved else ""
+        since = f"; the first number is of step {saved['step']}" if saved else ""
         print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "
               f"(greedy, {len(held_out)} problems{since})")
 
