@@ -39,7 +39,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
-    usual = f"--model tiny --learning_rate 3e-5 --lr_scheduler_type constant --num_iterations {10 if own.html else 1}"
+    usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.html else 1}"
     config, options, _ = grpo.parse_options([*usual.split(), *argv])
     if config.epsilon_high is None:                                     # the page shows a number: as in its rows
         defaults = {"cispo": 5.0, "dapo": 0.28}
