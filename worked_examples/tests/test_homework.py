@@ -69,9 +69,9 @@ def grades(path, text):
 def test_a_mistake_costs_its_own_functions_points(tmp_path, monkeypatch):
     """An exit, a hang, a sign: these lose their points, with a reason; their callers have all of theirs"""
     monkeypatch.setenv("GRPO_EXAMPLES", "1")
-    monkeypatch.setattr(grading, "SECONDS", 12)
+    monkeypatch.setattr(grading, "SECONDS", 8)
     found = grades(tmp_path / "my_grpo.py", RIGHT + WRONG)
-    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "12 seconds",
+    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "8 seconds",
                "clipped_surrogate_loss": "= -1 × expected", grading.STEP: "exit code 0"}
     for name, test in found.items():
         function, mark = name.split(", ")
