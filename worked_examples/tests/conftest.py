@@ -15,8 +15,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "worked_examples"
 sys.path.insert(0, str(ROOT))
-if "GRPO_TEST_CUDA" not in os.environ:              # before torch is imported: these tests are about the CPU
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""             # before torch is imported: these tests are about the CPU
 
 import pytest
 import torch

@@ -827,16 +827,14 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(request):
 
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
     """On CUDA, in float32 and bfloat16: the resumed run has the losses and gradients of the whole one."""
-    gpu = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
-    there = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not torch.backends.cuda.is_built() or python("-c", there, **gpu).returncode:
+    if not shutil.which("nvidia-smi"):
         pytest.skip("no GPU")
     for bf16 in (False, True):                                          # the step size rises in all of four steps
         whole, out = data / f"whole {bf16}", data / f"out {bf16}"
         run = [grpo.__file__, *command(data, warmup_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)]
         for more in (["--output_dir", whole, "--max_steps", 4], ["--output_dir", out],
                      ["--max_steps", 4, "--resume_from_checkpoint", out / "checkpoint-2"]):
-            assert python(*run, *more, **gpu).returncode == 0
+            assert python(*run, *more, CUDA_VISIBLE_DEVICES="0").returncode == 0
         for a, b in zip(lines_of(out), lines_of(whole), strict=True):
             assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
             assert a["sampling/sampling_logp_difference/max"] < (0.1 if bf16 else 1e-3)
