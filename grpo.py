@@ -1077,11 +1077,10 @@ def run(config, options, saved, argv):
         state = initial_state(policy, config)
         if saved:
             load_checkpoint(state, saved)
-        first = state.step
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-        bar = tqdm(steps, "GRPO", initial=first, total=config.max_steps, disable=None)
+        bar = tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None)
         for _, _, metrics in bar:
             log += json.dumps(metrics, allow_nan=False) + "\n"
             folder.mkdir(parents=True, exist_ok=True)
@@ -1094,17 +1093,15 @@ def run(config, options, saved, argv):
                 for path in set(checkpoints_in(folder)) - {checkpoint}:
                     shutil.rmtree(path)
     except BaseException as error:                             # Ctrl-C, too
-        what = "start again"
-        if checkpoint:
-            what = f"go on after step {Path(checkpoint).name.rpartition('-')[2]}"
+        if checkpoint:                                         # without one it starts again
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
         if checkpoint or not isinstance(error, InputError):    # else the run is refused
-            print(f"stopped; to {what}:", shlex.join(["python", sys.argv[0], *argv]))
+            print("stopped; to go on:", shlex.join(["python", sys.argv[0], *argv]))
         raise
-    print(f"metrics.jsonl and checkpoint-{state.step} are in {folder}")
+    print(f"the model and metrics.jsonl are in {checkpoint}")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        since = f"; the first number is of step {first}" if saved else ""
+        since = f"; the first number is of step {saved['step']}" if saved else ""
         print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "
               f"(greedy, {len(held_out)} problems{since})")
 
