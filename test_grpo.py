@@ -498,7 +498,7 @@ def test_importance_ratio_matches_the_worked_numbers(log_ratios, options, want):
 @with_options({}, SEQUENCE)
 @given(answers(any_logp, any_logp))
 def test_importance_ratio_matches_the_oracle_and_has_itself_as_its_slope(options, rows):
-    """ρ = π/π_old (DeepSeekMath eq. 3), of a sequence exp(mean of log ρ) (GSPO eq. 7); ∂(Σ_t ρ)/∂log π = ρ: 1 teaches"""
+    """ρ = π/π_old (DeepSeekMath eq. 3), of a sequence exp(mean log ρ) (GSPO eq. 7); ∂Σρ/∂log π = ρ, 1 on-policy"""
     logps, old, mask = columns(rows)
 
     def at_tokens(logps):
