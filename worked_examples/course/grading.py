@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ fork = multiprocessing.get_context("fork")                              # the la
 def examine(path, name, laws, answer):
     """Import a file, ask about a function of it, and answer {mark: why its points are lost}."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)                                                 # what a file prints is not shown
+    os.dup2(nowhere, 2)
     sys.modules["grpo"] = None                                          # importing it is an error
     called = pytest.CallInfo.from_call(lambda: check.load(path), "setup")
     if called.excinfo:
@@ -143,7 +147,7 @@ def grade(path, word="", json_file=None):
     """Print the points of each function, and why it lost some. 0 if none is lost."""
     exam, tests = Exam(path, [name for name in [*MAIN, *FURTHER, STEP] if word in name]), []
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native"], [exam])
+        pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native", "-s"], [exam])
     for name, mark, why in exam.rows:
         points = FORMULA.get(name, 2) if mark == "formula" else 1
         tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))

@@ -16,7 +16,7 @@ RIGHT = MATHS + homework.VARIANTS.read_text(encoding="utf-8").partition("\nimpor
 A = "\ndef group_advantages(rewards, num_generations, **options): return rewards"
 WRONG = '''
 import os, time
-print("hello")
+os.write(1, b"hello")
 def combine_rewards(*args, **options): os._exit(0)
 def importance_ratio(*args, **options): time.sleep(1000)
 right = clipped_surrogate_loss
@@ -78,6 +78,7 @@ def grades(tmp_path_factory):
         (folder / name).with_suffix(".py").write_text(text, encoding="utf-8")
     run = python("-c", GRADE_EACH, *[folder / f"{name}.py" for name in files], GRPO_EXAMPLES="1")
     assert run.stdout.splitlines()[-1] == "1 0 1 1 1", run.stderr
+    assert "hello" not in run.stdout
     found = {}
     for name in files:
         results = json.loads((folder / f"{name}.py.json").read_text(encoding="utf-8"))
