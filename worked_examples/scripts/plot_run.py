@@ -21,7 +21,6 @@ PANELS = {"reward": "reward", "frac_reward_zero_std": "share of silent groups", 
 
 
 def load(run):
-    """The lines of a run, one for each step."""
     path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not lines or not all(isinstance(line, dict) and "step" in line for line in lines):
@@ -30,7 +29,6 @@ def load(run):
 
 
 def draw(runs):
-    """A figure with a panel for each metric, and in it a line for each run."""
     panels = [name for name in PANELS if any(name in line for lines in runs.values() for line in lines)]
     if not panels:
         raise ValueError(f"there is none of the metrics {', '.join(PANELS)}")
