@@ -103,9 +103,9 @@ def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law):
 
 
 def test_the_formulas_pass_every_law_of_the_formulas():
-    """None fails, and it is more than 150 that are asked"""
+    """None fails, and it is more than 110 that are asked"""
     counts = found()["formulas"]["right"][""]
-    assert counts["failed"] == 0 and counts["passed"] > 150
+    assert counts["failed"] == 0 and counts["passed"] > 110
 
 
 def test_the_formulas_keep_in_step_with_grpo_py():
