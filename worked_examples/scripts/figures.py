@@ -93,7 +93,7 @@ def method_in_one_picture(paper, ink, grey, blue, orange, **_):
         left.text(85.5, y, signed(A, 2), va="center", color=colour)
     left.text(0, 11.4, "2  Push each token up (▲) or down (▼)", **bold)
     left.text(0, 12.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
-              "the pushes cancel.", **small)
+              "they cancel (dapo).", **small)
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
     for k, (colour, y, verdict) in enumerate(((blue, 80, "carry, right"), (orange, 20, "no carry, wrong"))):

@@ -15,8 +15,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "worked_examples"
 sys.path.insert(0, str(ROOT))
-if "GRPO_TEST_CUDA" not in os.environ:              # before torch is imported: these tests are about the CPU
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""             # before torch is imported: these tests are about the CPU
 
 import pytest
 import torch
@@ -85,17 +84,21 @@ def steps_of(model, reward_funcs=(by_row,), train={}, **options):
 
 
 REWARDS = '''
-from pathlib import Path
-calls, answer = 0, None
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)                # nohup ignores it
+calls = []
 
 def length(completion_ids, **kwargs):
-    global calls
-    calls += 1
-    plan = Path(__file__).with_name(f"plan{calls}.py")                  # what a test has planned for this call, once
-    if plan.exists():
-        exec(plan.rename(plan.with_name("done.py")).read_text(), globals())
-    return answer or [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
+    calls.append(1)
+    if len(calls) == {call}:
+        {what}
+    return [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
 '''
+
+
+def write_rewards(folder, call=0, what="pass"):
+    """A file of a reward function, and what it does when it is called for this time."""
+    (folder / "rewards.py").write_text(REWARDS.format(call=call, what=what))
 
 
 def command(data, **options):
@@ -171,6 +174,6 @@ def data(models, tmp_path):
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
     for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (tmp_path / "rewards.py").write_text(REWARDS)
+    write_rewards(tmp_path)
     (tmp_path / "models").symlink_to(models)
     return tmp_path

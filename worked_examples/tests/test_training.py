@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import shutil
 import statistics
@@ -19,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import (PROBLEMS, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of, first_two,
-                      last_checkpoint, lines_of, make_model, passes_of, python, steps_of)
+                      last_checkpoint, lines_of, make_model, passes_of, python, steps_of, write_rewards)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -365,30 +364,26 @@ def test_advantages_of_tokens_that_add_up_to_0_move_weights():
     """A = +1, -1, 0, 0, ... in each answer: its sum is 0, its gradient is not."""
     policy = make_model("Llama")
     before = policy.lm_head.weight.clone()
-
-    def alternate(rewards_per_func, rollout, config):
-        long = rollout.completion_mask[:, 1:2]                          # 1 where there are two tokens
-        return torch.cat([long, -long, 0 * rollout.completion_mask[:, 2:]], 1).float()
-
-    list(steps_of(policy, train=dict(compute_advantages=alternate)))
+    signs = torch.tensor([1.0, -1.0] + 8 * [0.0])
+    of_tokens = lambda rewards, rollout, config: signs[:rollout.completion_ids.size(1)].expand(8, -1)
+    list(steps_of(policy, train=dict(compute_advantages=of_tokens)))
     assert not torch.equal(before, policy.lm_head.weight)
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_iterations=2)], ids=str)
-def test_a_sampler_that_differs_shows_in_its_metric(options, monkeypatch):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_sampler_that_differs_shows_in_its_metric(passes, monkeypatch):
     """Log-probs recorded 0.25 too high, at one token: sampling_logp_difference/max is 0.25; else rounding."""
-    generate, difference = grpo.generate, "sampling/sampling_logp_difference/max"
-    (_, _, metrics), = steps_of(make_model("Llama"), [first_two], **options)
-    assert 0 <= metrics[difference] < 1e-4
+    generate, too_high = grpo.generate, 0.0
 
     def perturbed(*args, **kwargs):
         ids, mask, logps = generate(*args, **kwargs)
-        logps[3, 0] += 0.25
+        logps[3, 0] += too_high
         return ids, mask, logps
 
     monkeypatch.setattr(grpo, "generate", perturbed)
-    (_, _, metrics), = steps_of(make_model("Llama"), [first_two], **options)
-    assert metrics[difference] == pytest.approx(0.25, abs=1e-4)
+    for too_high in (0.0, 0.25):
+        (_, _, metrics), = steps_of(make_model("Llama"), [first_two], num_iterations=passes)
+        assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(too_high, abs=1e-4)
 
 
 def test_gradients_are_freed_while_the_model_samples():
@@ -459,20 +454,13 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 
 @pytest.mark.parametrize("returned, said", [
-    ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), ([], r"\[\]"), (0.5, "0.5"), (None, "None"),
-    (["1"] * 8, r"8 rewards, \['1', .*"), ([nan] * 8, r"8 rewards, \[nan, .*"), ([None] * 7 + [-inf], "8 rewards, .*"),
-    ("accuracy", "8 rewards, 'accuracy'")], ids=str)
+    ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), (0.5, "0.5"), ([], r"\[\]"),
+    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], "8 rewards, .*")], ids=str)
 def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
     """A number, strings, too few, NaN: the error shows it."""
     said = f"<lambda> returned {said}; allowed are 8, each a finite number or None"
     with pytest.raises(grpo.InputError, match=said):
         next(steps_of(make_model("Llama"), [by_row, lambda **columns: returned]))
-
-
-@pytest.mark.parametrize("kind", [tuple, numpy.array, torch.tensor, iter], ids=str)
-def test_rewards_may_be_any_sequence_of_numbers(kind):
-    (_, _, metrics), = steps_of(make_model("Llama"), [lambda completions, **_: kind(by_row(completions))])
-    assert metrics["reward"] == 1.0
 
 
 def test_what_a_reward_function_changes_is_its_own():
@@ -483,9 +471,8 @@ def test_what_a_reward_function_changes_is_its_own():
     def judge(**columns):
         seen.append(copy.deepcopy(columns))
         for name, lists in columns.items():
-            for mine, before in zip(lists, seen[-1][name]):
-                assert mine == before                                   # no other answer has added to it
-                mine.append({"role": "user", "content": "is it right?"})
+            lists[0].append("mine")
+            assert lists[1:] == seen[-1][name][1:]
         return by_row(**columns)
 
     (_, r, _), = grpo.train(make_model("Llama"), chat_tokenizer(), dataset, [judge, judge], grpo.GRPOConfig(**SMALL))
@@ -516,43 +503,36 @@ def test_a_run_stopped_at_any_step_and_resumed_has_the_bits_of_the_whole(tmp_pat
     assert all(map(torch.equal, policy.parameters(), whole.parameters()))
 
 
-LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
-FULL = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (%d, {LIMIT[1]}))"    # the longest file, in bytes
-CTRL_C = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)                # nohup ignores it
-signal.raise_signal(signal.SIGINT)
-"""
-ENDS = {  # what happens in the fourth call of the reward function, the exit code, what is said, some options
-    "Ctrl-C": (CTRL_C, 130, "", dict(num_iterations=2, beta=0.1)),
-    "an error": ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'", dict(
-        warmup_steps=3, beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, num_mini_batches=2)),
-    "a wrong reward": ("answer = [1.0]", 2, "error: reward_funcs: length returned 1 reward, ", {}),
-    "no room for a line": (FULL % 50, 1, "Traceback.*OSError: .*File too large", {}),
-    "no room for weights": (FULL % 20_000, 1, "Traceback.*File too large", {})}
-
-
-@pytest.mark.parametrize("what", ENDS)
-def test_what_ends_a_run_leaves_its_last_checkpoint(what, data):
+@pytest.mark.parametrize("end, code, said", [
+    ("raise KeyError('oh')", 1, "Traceback.*rewards.py.*KeyError: 'oh'"),
+    ("return [1.0]", 2, "error: reward_funcs: length returned 1 reward, ")])
+def test_what_ends_a_run_leaves_its_last_checkpoint(end, code, said, data):
     """The command that is printed goes on from there, and ends on the bits of the run that nothing stopped."""
-    plan, code, said, options = ENDS[what]
-    run = command(data, **dict(max_steps=5, save_steps=2, output_dir=data / "a folder") | options)
+    run = command(data, max_steps=5, save_steps=2, output_dir=data / "a folder")
     assert cli(*run, "--output_dir", data / "whole").code == 0
-    (data / "plan4.py").write_text(plan)
-    done, again = cli(*run), [*run, "--resume_from_checkpoint", f"{data}/a folder/checkpoint-2"]
-    resource.setrlimit(resource.RLIMIT_FSIZE, LIMIT)
+    write_rewards(data, 4, end)
+    done = cli(*run)
     assert done.code == code and re.search(said, done.err, re.S), done
     assert last_checkpoint(data / "a folder").name == "checkpoint-2"
     printed = re.findall(r"^stopped; to go on: python \S+ (--.*)", done.out, re.M)
+    again = [*run, "--resume_from_checkpoint", f"{data}/a folder/checkpoint-2"]
     assert list(map(shlex.split, printed)) == [again] and cli(*again).code == 0
     assert_same_run(data / "a folder", data / "whole")
     assert sorted(os.listdir(data / "a folder")) == ["checkpoint-5", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("error, times", [(KeyboardInterrupt, 1), (SystemExit, 99)])
-def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, data, monkeypatch):
-    """From the first save to the second, before calls that sample, score, update or touch the disk: the run goes on
-    from the last checkpoint to the end of the run that nothing stopped. (99 times: as a kill, no more calls.)"""
+def test_ctrl_c_ends_a_process_with_130_and_the_command_to_go_on(data):
+    write_rewards(data, 2, "signal.raise_signal(signal.SIGINT)")
+    run = command(data, save_steps=1)
+    done = python(grpo.__file__, *run)
+    again = shlex.join(["python", grpo.__file__, *run, "--resume_from_checkpoint", f"{data}/out/checkpoint-1"])
+    assert done.returncode == 130 and done.stdout.endswith(f"\nstopped; to go on: {again}\n"), done
+    assert "Traceback" not in done.stderr
+
+
+def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(data, monkeypatch):
+    """From the first save to the second, before calls that sample, score, update or touch the disk, Ctrl-C and a full
+    disk in turn: the run goes on from the last checkpoint to the end of the run that nothing stopped."""
     run = command(data, max_steps=5, save_steps=2, num_mini_batches=2, max_completion_length=3)
     assert cli(*run, "--output_dir", data / "whole").code == 0
     left = [inf]                                                        # calls until then
@@ -560,7 +540,7 @@ def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, 
     def stops(function):
         def counted(*args, **kwargs):
             left[0] -= 1
-            if -times <= left[0] < 0:
+            if left[0] == -1:
                 raise error
             return function(*args, **kwargs)
         return counted
@@ -570,12 +550,13 @@ def test_what_stops_a_run_at_any_moment_leaves_a_whole_checkpoint(error, times, 
         monkeypatch.setattr(owner, name, stops(getattr(owner, name)))
     saved_steps = []
     for calls in range(15, 30):                                         # the first checkpoint is there after 15
+        error, code = [(KeyboardInterrupt, 130), (OSError(28, "No space left"), 1)][calls % 2]
         out, left[0] = data / f"out{calls}", calls
-        done = cli(*run, "--output_dir", out)
+        assert cli(*run, "--output_dir", out).code == code
         left[0] = inf
         checkpoint = last_checkpoint(out)
         saved_steps.append(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["step"])
-        assert checkpoint.name == f"checkpoint-{saved_steps[-1]}" and done.code == (130 if times < 99 else None)
+        assert checkpoint.name == f"checkpoint-{saved_steps[-1]}"
         assert cli(*run, "--output_dir", out, "--resume_from_checkpoint", checkpoint).code == 0
         assert_same_run(out, data / "whole")
         assert sorted(os.listdir(out)) == ["checkpoint-5", "metrics.jsonl"]
@@ -590,8 +571,9 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_by_the_printed_c
     if resumed:
         assert cli(*command(data, max_steps=1, output_dir=data / "first")).code == 0
         run += ["--resume_from_checkpoint", f"{data}/first/checkpoint-1"]
-    (data / "plan2.py").write_text("raise KeyboardInterrupt")           # in the second step
+    write_rewards(data, 2, "raise KeyboardInterrupt")                   # in the second step
     done = cli(*run)
+    write_rewards(data)
     assert done.code == 130 and os.listdir(data / "out") == ["metrics.jsonl"]
     printed, = re.findall(r"^stopped; to go on: python \S+ (.*)", done.out, re.M)
     assert cli(*shlex.split(printed)).code == 0
@@ -616,17 +598,14 @@ def test_options_come_back_on_resume_and_flags_win(data):
 
 
 def test_an_older_checkpoint_beside_a_newer_one_can_be_resumed(data):
-    """The later one is replaced, and a stop before that names the older one."""
-    run = command(data, max_steps=4, save_steps=2, output_dir=None)
+    """The later one is replaced."""
+    run = command(data, max_steps=4, save_steps=2)
     assert cli(*run, "--output_dir", data / "whole").code == 0
-    (data / "plan4.py").write_text("raise KeyboardInterrupt")           # in the fourth step
-    assert cli(*run, "--output_dir", data / "out").code == 130
+    write_rewards(data, 4, "raise KeyboardInterrupt")                   # in the fourth step
+    assert cli(*run).code == 130
+    write_rewards(data)
     shutil.copytree(data / "whole/checkpoint-4", data / "out/checkpoint-4")
-    (data / "plan2.py").write_text("raise KeyboardInterrupt")
-    older = [*run, "--resume_from_checkpoint", f"{data}/out/checkpoint-2"]
-    done = cli(*older)
-    assert done.code == 130 and done.out.endswith(f"--resume_from_checkpoint {data}/out/checkpoint-2\n")
-    assert cli(*older).code == 0
+    assert cli(*run, "--resume_from_checkpoint", data / "out/checkpoint-2").code == 0
     assert_same_run(data / "out", data / "whole")
     assert sorted(os.listdir(data / "out")) == ["checkpoint-4", "metrics.jsonl"]
 
@@ -635,7 +614,7 @@ def test_an_older_checkpoint_beside_a_newer_one_can_be_resumed(data):
 
 def test_any_causal_lm_trains_on_a_file(data):
     """Its float32 weights are trained and saved for from_pretrained; code that comes with it is never run."""
-    (data / "plan2.py").write_text("answer = [None] * 8")               # no reward of this function in the second step
+    write_rewards(data, 2, "return [None] * 8")                         # no reward of this function in the second step
     done = cli(*command(data, model=data / "models/half", dataset=data / "chat.jsonl", beta=0.1,
                         reward_funcs=["accuracy", f"{data}/rewards.py:length"], reward_weights=[1, 0.1]))
     assert done.code == 0 and done.out.splitlines()[-1] == f"the model and metrics.jsonl are in {data}/out/checkpoint-2"
@@ -720,11 +699,10 @@ def test_a_reward_file_may_be_called_like_a_module_and_import_its_neighbours(dat
 
 
 BAD_ROWS = [  # what a dataset holds, what the one line must say
-    ("", "an empty file"), ("\n\n", "an empty file"), ('{"prompt": "1"}\n', "solution"),
+    ("\n\n", "an empty file"), ('{"prompt": "1"}\n', "solution"),
     ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops; it is not JSON"),
     ('{"prompt": "\udcff"}\n', "line 1: .* is not JSON"),
-    ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"solution": "1"}\n', "line 1: .* has no prompt"),
-    ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
+    ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
     ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*'prompt', 'sol"),
     ('{"prompt": "1", "solution": "1"}\n{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n', "line 2")]
 BAD_FLAGS = [  # flag, value, what the one line must say
@@ -732,20 +710,18 @@ BAD_FLAGS = [  # flag, value, what the one line must say
     ("model", "./nowhere", "nowhere"), ("beta", nan, "beta: got"), ("temperature", 0, "temperature: got 0.0; allowed"),
     ("reward_funcs", "rewards.py:absent", "absent"), ("reward_funcs", "string.py:broken", "broken returned 1 reward"),
     ("max_steps", 0, "max_steps: got 0; allowed: steps in all"), ("output_dir", "text.jsonl", "text.jsonl"),
-    ("resume_from_checkpoint", "nowhere", "nowhere"), ("resume_from_checkpoint", "models/Llama", "Llama"),
-    ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("reward_weights", 1, "reward_weights: got"),
+    ("resume_from_checkpoint", "models/Llama", "Llama"), ("reward_weights", 1, "reward_weights: got"),
+    ("loss_type", "bnpo", "--loss_type"), ("num_gen", 4, "--num_gen"), ("num_mini_batches", 9, "num_mini_batches: got"),
     ("num_generations", 5, "generation_batch_size: got 8"), ("num_generations", 1, "num_generations: got 1"),
-    ("max_completion_length", 60, "max_completion_length: got 60; allowed is up to 5[0-9]"),
-    ("eval_dataset", "absent.jsonl", "absent.jsonl"), ("num_mini_batches", 9, "num_mini_batches: got 9")]
-USELESS = [  # an option that would do nothing, or nothing good, and what is said
+    ("max_completion_length", 60, "max_completion_length: got 60; allowed is up to 5[0-9]")]
+
+
+@pytest.mark.parametrize("options, said", [
     (dict(delta=1.1), "delta: got 1.1; .* at least 1"), (dict(delta=1.25, epsilon_high=0.3), "delta: "),
     (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"),
     (dict(sync_ref_model=True), "sync_ref_model: .* beta > 0"),
     (dict(use_bias_correction_kl=True), "use_bias_correction_kl: .* beta > 0"), (dict(epsilon=1.5), "epsilon: got 1.5"),
-    (dict(epsilon=-0.1), "epsilon: got"), (dict(learning_rate=-1.0), "learning_rate: got")]
-
-
-@pytest.mark.parametrize("options, said", USELESS, ids=str)
+    (dict(epsilon=-0.1), "epsilon: got")], ids=str)
 def test_an_option_that_would_do_nothing_is_refused(options, said):
     """The error names it, what came and what is allowed; at its limit it is taken."""
     with pytest.raises(grpo.InputError, match=said):
@@ -780,10 +756,10 @@ def test_a_model_that_is_no_folder_is_said_to_be_looked_for_on_the_hub(data, mon
 
 
 @pytest.mark.parametrize("error", ["ValueError('mine')", "OSError('mine')"])
-@pytest.mark.parametrize("file", ["plan1.py", "rewards.py"])
-def test_a_bug_in_the_user_s_function_keeps_its_traceback(file, error, data):
-    """When it is called, and when its file is loaded; of these errors the loaders' own are one line."""
-    (data / file).write_text(f"raise {error}")
+@pytest.mark.parametrize("text", ["raise {}", "def length(**columns): raise {}"])
+def test_a_bug_in_the_user_s_function_keeps_its_traceback(text, error, data):
+    """When its file is loaded, and when it is called; of these errors the loaders' own are one line."""
+    (data / "rewards.py").write_text(text.format(error))
     done = cli(*command(data))
     assert done.code == 1 and "Traceback" in done.err and "mine" in done.err
 
@@ -830,49 +806,35 @@ class Pretend(TorchDispatchMode):
     __torch_dispatch__ = lambda self, *call: There.__torch_dispatch__(*call)
 
 
-@pytest.mark.parametrize("kind, more", [
-    ("Llama", dict(scale_rewards="batch")), ("GPT2", dict(importance_sampling_level="sequence", loss_type="grpo")),
-    ("Qwen2", dict(policy_loss="cispo", use_bias_correction_kl=True))])
-def test_a_run_on_another_device_is_the_run_on_the_cpu(kind, more, request):
+def test_a_run_on_another_device_is_the_run_on_the_cpu(request):
     """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
-    options = more | dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, temperature=0.7, num_iterations=2,
-                          num_mini_batches=2, mask_truncated_completions=True, per_device_train_batch_size=3,
-                          max_completion_length=5)
+    options = dict(beta=0.1, sync_ref_model=True, num_mini_batches=2, temperature=0.7, mask_truncated_completions=True,
+                   per_device_train_batch_size=3, max_completion_length=5)
     request.addfinalizer(lambda: torch._C._set_only_lift_cpu_tensors(False))
     torch._C._set_only_lift_cpu_tensors(True)
-    found, tokenizer = [], grpo.tiny_tokenizer()
+    found, tokenizer, config = [], grpo.tiny_tokenizer(), grpo.GRPOConfig(**SMALL | options)
     for device, mode in (("cpu", contextlib.nullcontext()), ("pretend", Pretend())):
         with mode:
-            policy = make_model(kind).double().to(device)
-            policy.tie_weights()                                        # moving to this device has parted them
-            (state, _, first), = steps_of(policy, **options)
-            saved = {"step": 1, "optimizer": state.optimizer.state_dict(), "reference": state.reference.state_dict()}
-            config = grpo.GRPOConfig(**SMALL | options | dict(max_steps=2))
-            state = grpo.initial_state(policy, config)
-            grpo.load_checkpoint(state, tree_map_only(torch.Tensor, torch.Tensor.cpu, saved))
-            (_, _, second), = steps_of(policy, train={"state": state}, **options | dict(max_steps=2))
+            policy = make_model("Llama").double().to(device)
+            (_, _, metrics), = steps_of(policy, **options)
             grpo.cold_start(policy, tokenizer, PROBLEMS[:4], 0, steps=1)
             right = grpo.evaluate(policy, tokenizer, PROBLEMS[:4], [grpo.accuracy_reward], config)
-        found.append([first | {"step_time": 0}, second | {"step_time": 0}, {"accuracy": right}])
+        found.append(metrics | {"step_time": 0, "accuracy": right})
     with pytest.raises(RuntimeError, match="two devices"), Pretend():
         policy.lm_head.weight + torch.ones(32)
-    assert found[0] == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in found[1]]
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
 
 
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
     """On CUDA, in float32 and bfloat16: the resumed run has the losses and gradients of the whole one."""
-    gpu = {"GRPO_TEST_CUDA": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("GRPO_TEST_CUDA", "0")}
-    there = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not torch.backends.cuda.is_built() or python("-c", there, **gpu).returncode:
+    if not shutil.which("nvidia-smi"):
         pytest.skip("no GPU")
-    for bf16 in (False, True):
+    for bf16 in (False, True):                                          # the step size rises in all of four steps
         whole, out = data / f"whole {bf16}", data / f"out {bf16}"
-        run = [grpo.__file__, *command(data, max_steps=4, bf16=bf16, beta=0.1, num_iterations=2, save_steps=1,
-                                       output_dir=None)]
-        assert python(*run, "--output_dir", whole, **gpu).returncode == 0
-        (data / "plan2.py").write_text("raise KeyboardInterrupt")
-        assert python(*run, "--output_dir", out, **gpu).returncode == 130
-        assert python(*run, "--resume_from_checkpoint", last_checkpoint(out), **gpu).returncode == 0
+        run = [grpo.__file__, *command(data, warmup_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)]
+        for more in (["--output_dir", whole, "--max_steps", 4], ["--output_dir", out],
+                     ["--max_steps", 4, "--resume_from_checkpoint", out / "checkpoint-2"]):
+            assert python(*run, *more, CUDA_VISIBLE_DEVICES="0").returncode == 0
         for a, b in zip(lines_of(out), lines_of(whole), strict=True):
             assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
             assert a["sampling/sampling_logp_difference/max"] < (0.1 if bf16 else 1e-3)

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import grpo
-from test_grpo import (advantages_of, any_advantage, any_float32, any_group, any_groups, any_logp, any_mask_dtype,
-                       any_number, any_reward, answers, beyond, columns, expect,
-                       expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
+from test_grpo import (advantages_of, any_float32, any_group, any_groups, any_logp, any_mask_dtype, any_number,
+                       any_reward, answers, beyond, columns, expect, expect_nothing_of_the_padding, f64, grid,
+                       remember_what_is_asked, slope, with_options)
 from worked_examples.scripts import variants
 
 
@@ -40,12 +39,6 @@ def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups
 def test_leave_one_out_advantages_of_equal_rewards_are_exactly_zero_in_float32(G, r):
     """r_1 = ... = r_G => A = 0 to the last bit"""
     expect(variants.leave_one_out_advantages(torch.full((G,), r), G), [0.0] * G, 0)
-
-
-@beyond("dtypes")
-def test_leave_one_out_advantages_of_whole_numbers_are_those_of_floats():
-    """Rewards may be integers"""
-    expect(variants.leave_one_out_advantages(torch.tensor([1, 0, 0, 1]), 4), [2 / 3, -2 / 3, -2 / 3, 2 / 3], 1e-6)
 
 
 @given(any_group, any_reward)
@@ -75,10 +68,10 @@ def test_gae_advantages_match_the_oracle(options, rows):
 
 
 @pytest.mark.parametrize("lam, want", [
-    (0.0, [0.09, 0.22, 0.07]), (0.5, [0.2175, 0.255, 0.07]), (1.0, [0.38, 0.29, 0.07])])
+    (0.0, [0.1, 0.2, 0.1]), (0.5, [0.225, 0.25, 0.1]), (1.0, [0.4, 0.3, 0.1])])
 def test_gae_advantages_match_the_worked_numbers(lam, want):
     """λ = 0: A_t = δ_t, the critic is trusted; λ = 1: the rewards to come less V_t, it is a baseline (page 10)"""
-    rewards, values = f64([[-0.01, 0.02, 0.97]]), f64([[0.6, 0.7, 0.9]])
+    rewards, values = f64([[0, 0, 1]]), f64([[0.6, 0.7, 0.9]])
     expect(variants.gae_advantages(rewards, values, torch.ones(1, 3), lam=lam)[0], [want])
 
 
@@ -92,7 +85,7 @@ def test_kl_penalized_rewards_match_the_oracle(rows, scores, beta):
 
 
 def test_kl_penalized_rewards_of_a_mask_with_a_hole_match_the_worked_numbers():
-    """The mask may leave out a token in the middle: its reward is 0"""
+    """The mask may leave out a token in the middle: its reward is 0, as at the padding"""
     logps, ref_logps, mask = f64([[1.0, 9.0, 2.0, 9.0]]), f64([[0.5, 0.0, 3.0, 0.0]]), f64([[1, 0, 1, 0]])
     got = variants.kl_penalized_rewards(f64([3.0]), logps, ref_logps, mask, beta=0.1)
     expect(got, [[-0.05, 0.0, 3.1, 0.0]])
@@ -104,15 +97,13 @@ def kept_tokens(rows, quantile):
     return variants.top_entropy_mask(H, mask, quantile)[mask == 1]
 
 
-@pytest.mark.parametrize("quantile, want", [(0.4, [0, 1, 0, 1, 0]), (0.2, [0, 1, 0, 0, 0])])
-def test_top_entropy_mask_matches_the_worked_numbers(quantile, want):
-    """Of 5 tokens the 2, or the 1, with the highest entropy (page 8)"""
-    expect(kept_tokens([[(0.1,), (2.0,), (0.3,)], [(1.5,), (0.2,)]], quantile), want)
-
-
 @given(answers(grid(0, 2, 0.25)), grid(0, 1, 0.125))
-def test_top_entropy_mask_matches_the_oracle(rows, quantile):
-    """m = 1 where H >= the (1 - quantile)-quantile of the real tokens' H, interpolated between neighbours"""
+def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quantile):
+    """m = 1 where H >= the (1 - quantile)-quantile of the real tokens' H, interpolated between neighbours:
+    of 5 tokens the 2, or the 1, with the highest entropy (page 8)"""
+    of_5_tokens = [[(0.1,), (2.0,), (0.3,)], [(1.5,), (0.2,)]]
+    expect(kept_tokens(of_5_tokens, 0.4), [0, 1, 0, 1, 0])
+    expect(kept_tokens(of_5_tokens, 0.2), [0, 1, 0, 0, 0])
     H = [h for row in rows for h, in row]
     place = (1 - quantile) * (len(H) - 1)
     below, above = sorted(H)[math.floor(place)], sorted(H)[math.ceil(place)]
@@ -131,24 +122,6 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
     expect(slope(lambda x: variants.truncated_importance_ratio(old, x, **options), sampled), 0.0)
 
 
-@with_options({}, dict(policy_loss="cispo"), dict(policy_loss="sapo"), dict(importance_sampling_level="sequence"))
-@given(answers(any_logp, any_logp, any_logp, any_advantage, grid(0, 2, 0.25)), grid(0, 1, 0.25))
-def test_top_entropy_mask_in_the_advantages_is_that_of_the_loss(options, rows, quantile):
-    """aggregate(l·m·w) + β·KL, as TRL has it, is grpo_loss with A·m·w: entropy mask m, sampler's correction w"""
-    logps, old, sampled, A, H, mask = columns(rows)
-    weight = variants.top_entropy_mask(H, mask, quantile) * variants.truncated_importance_ratio(old, sampled)
-
-    def loss(A):
-        return grpo.grpo_loss(logps, A, mask, old_logps=old, ref_logps=sampled, beta=0.1, **options)[0]
-
-    want = with_kl = loss(0 * A)
-    for i, t in mask.nonzero():                                         # l of a token: the loss where other A are 0
-        alone = torch.zeros_like(A)
-        alone[i, t] = A[i, t]
-        want = want + weight[i, t] * (loss(alone) - with_kl)
-    expect(loss(A * weight), want)
-
-
 MASKED = [
     ("gae_advantages", lambda x, y, m: torch.cat(variants.gae_advantages(x, y, m))),
     ("kl_penalized_rewards", lambda x, y, m: variants.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
@@ -157,26 +130,12 @@ every_masked_function = pytest.mark.parametrize("name, function", MASKED)
 
 
 @every_masked_function
-@given(answers(any_number, any_number), st.sampled_from([-100.0, 3.0]))
-def test_what_is_at_the_padding_reaches_no_value_and_no_slope(name, function, rows, junk):
-    """f(any number at the padding) = f(0 there), ∂f too, and ∂f/∂padding = 0"""
+@pytest.mark.parametrize("junk", [3.0, pytest.param(math.nan, marks=beyond("padding")),
+                                  pytest.param(math.inf, marks=beyond("padding"))])
+@given(rows=answers(any_number, any_number))
+def test_what_is_at_the_padding_reaches_no_value_and_no_slope(name, function, junk, rows):
+    """f(any number, NaN or inf at the padding) = f(0 there), ∂f too, and ∂f/∂padding = 0"""
     expect_nothing_of_the_padding(function, rows, junk)
-
-
-@beyond("padding")
-@every_masked_function
-@given(answers(any_number, any_number), st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_nan_at_the_padding_reaches_no_value_and_no_slope(name, function, rows, junk):
-    """f(NaN, ±inf or 1e30 at the padding) = f(0 there), ∂f too, and ∂f/∂padding = 0"""
-    expect_nothing_of_the_padding(function, rows, junk)
-
-
-@every_masked_function
-@given(answers(any_number, any_number))
-def test_one_more_column_of_padding_changes_nothing(name, function, rows):
-    """f(rows padded to T + 1) = f(rows padded to T)"""
-    wider, want = [torch.nn.functional.pad(x, (0, 1)) for x in columns(rows)], function(*columns(rows))
-    expect(function(*wider)[:, :want.size(1)], want)
 
 
 @beyond("masks")
