@@ -3,7 +3,7 @@
     python worked_examples/scripts/figures.py               draw all pictures
     python worked_examples/scripts/figures.py run           first run the demo, and write anew what depends on it
 
-`run` is `python grpo.py --model tiny`, the same with ten times the learning rate, and with ten seeds: about five
+`run` is `python grpo.py --model tiny`, the same with ten times the learning rate, and with ten seeds: about six
 minutes on one core. It writes their csv files and group.html. (On another processor the figures differ a little.)
 """
 

@@ -98,8 +98,8 @@ def test_it_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monke
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in grpo.tiny_problems(0)[0][:6]))
     (tmp_path / "mine.py").write_text("def digits(completions, **k):\n    return [len(c) % 3 for c in completions]")
     monkeypatch.setattr(grpo, "load_model", lambda name, seed: (model, seen.tokenizer))
-    flags = ["--model", "any", "--dataset", f"{tmp_path}/sums.jsonl", "--reward_funcs", f"{tmp_path}/mine.py:digits",
-             "--max_completion_length", "8", "--num_generations", "4", "--generation_batch_size", "4", "--beta", "0.1"]
+    flags = [*f"--model any --dataset {tmp_path}/sums.jsonl --reward_funcs {tmp_path}/mine.py:digits".split(),
+             *"--max_completion_length 8 --num_generations 4 --generation_batch_size 4 --beta 0.1".split()]
     look_at_a_group.main(flags)
     assert capsys.readouterr().out.count("\nreward ") == 2
     look_at_a_group.main(["--html", str(tmp_path / "group.html"), *flags])
