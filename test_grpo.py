@@ -795,8 +795,8 @@ any_tokens_or_none = st.lists(st.tuples(any_logp, any_logp, any_logp, any_advant
 CISPO = dict(policy_loss="cispo", epsilon_high=2.0)
 SAPO = dict(policy_loss="sapo")
 every_option = with_options(                                            # alone; any_options combines them
-    {}, dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45),
-    pytest.param(dict(epsilon_low=0.1), marks=beyond("defaults")),      # and so is epsilon_high
+    {}, dict(epsilon_low=0.1, epsilon_high=0.55), dict(delta=1.45), pytest.param(
+        dict(epsilon_low=0.1), marks=beyond("defaults")),               # ε_high = None is ε_low
     dict(loss_type="grpo"), dict(loss_type="bnpo"), dict(loss_type="dr_grpo", max_completion_length=7),
     dict(beta=0.1), dict(beta=0.1, use_bias_correction_kl=True), CISPO, SAPO, SEQUENCE)
 any_options = st.fixed_dictionaries(dict(

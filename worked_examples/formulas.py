@@ -18,7 +18,6 @@ import torch
 
 def group_advantages(rewards, num_generations, *, eps=1e-4):
     """How far each reward is above its group's mean, in standard deviations. (B,)
-
     grpo.py adds: other scales, std by G, and exactly 0 where the rewards of a group are equal in float32.
     """
     r = rewards.view(-1, num_generations)
@@ -29,7 +28,6 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
 
 def leave_one_out_advantages(rewards, num_generations):
     """RLOO: each reward minus the mean of the others in its group. (B,)
-
     scripts/variants.py adds: exactly 0 where the rewards of a group are equal in float32.
     """
     r = rewards.view(-1, num_generations)
@@ -38,7 +36,6 @@ def leave_one_out_advantages(rewards, num_generations):
 
 def broadcast_advantages(advantages, completion_mask):
     """Each token has the advantage of its answer. (B, T)
-
     grpo.py adds: 0 at padding also for an advantage of NaN.
     """
     return advantages.unsqueeze(1) * completion_mask
@@ -46,7 +43,6 @@ def broadcast_advantages(advantages, completion_mask):
 
 def make_completion_mask(completion_ids, eos_token_ids):
     """1 up to and including the first EOS, 0 after it. (B, T)
-
     grpo.py adds: the ids may be a tensor on another device.
     """
     is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids)).long()
@@ -55,7 +51,6 @@ def make_completion_mask(completion_ids, eos_token_ids):
 
 def selective_log_softmax(logits, index):
     """log p of one token at each position, from the logits of all V. (B, T)
-
     grpo.py adds: ids of any integer type.
     """
     return torch.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
@@ -63,7 +58,6 @@ def selective_log_softmax(logits, index):
 
 def entropy_from_logits(logits):
     """H = -Σ p·log p at each position, in nats. (B, T)
-
     grpo.py adds: words of probability 0, whose logit is -inf.
     """
     return -(torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1)
@@ -72,7 +66,6 @@ def entropy_from_logits(logits):
 def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0,
                     compute_entropy=False):
     """log π of each sampled token: the logits at position t - 1 predict token t. (B, T)
-
     grpo.py adds: position ids (left padding moves nothing), invalid ids at padding, float32 for bfloat16.
     """
     ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
@@ -84,7 +77,6 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
 def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
     """ρ = π / π_old of each token; or, as in GSPO, of each answer: the geometric mean over its tokens.
-
     grpo.py adds: answers without a token, and 1 at padding.
     """
     log_ratio = logps - old_logps
@@ -95,7 +87,6 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
     """ρ, limited to 1 - ε_low ... 1 + ε_high.
-
     grpo.py adds nothing.
     """
     return torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
@@ -103,7 +94,6 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2):
     """-min(ρA, clip(ρ)A) of each token.
-
     grpo.py adds: delta, a second clip where A < 0.
     """
     return -torch.min(ratio * advantages, clip_ratio(ratio, epsilon_low, epsilon_high) * advantages)
@@ -111,7 +101,6 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 
 def kl_estimate(logps, ref_logps):
     """k3, an estimate of KL(π‖π_ref) at each token that is at least 0.
-
     grpo.py adds: k1 and k2; k3 is never below 0 in float32 either.
     """
     d = ref_logps - logps
@@ -120,7 +109,6 @@ def kl_estimate(logps, ref_logps):
 
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None):
     """The mean of the token losses; the methods differ in its denominator. A scalar.
-
     grpo.py adds: answers without a token; parts of a split batch, which add up to the whole (not bnpo).
     """
     total = (per_token_loss * completion_mask).sum()
@@ -135,7 +123,6 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
               epsilon_high=0.2, loss_type="dapo", importance_sampling_level="token", use_bias_correction_kl=False,
               max_completion_length=None):
     """The whole loss, and what is worth watching: shares of clipped tokens, and the KL.
-
     grpo.py adds: cispo, sapo, delta, splits of a batch, and epsilon_high=None for epsilon_low.
     """
     old_logps = (logps if old_logps is None else old_logps).detach()

@@ -18,7 +18,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -33,15 +32,6 @@ NAMES = [name for module in (grpo, variants) for name, value in vars(module).ite
          if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
 OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
 FORMULAS = "not beyond and not errors"
-
-
-class Verdict(NamedTuple):
-    """What came of one test."""
-    function: str           # that its law is about
-    mark: str               # "formula", "beyond" or "errors"
-    outcome: str            # "same", "differs", or why it was skipped: "not there", "waits for NAME", "no argument ..."
-    law: str
-    smallest_input: str     # that breaks the law
 
 
 def load(path):
@@ -71,7 +61,9 @@ class Laws:
     """A plugin of pytest, which puts a module in the place of grpo.py and variants.py and notes what the laws say."""
 
     def __init__(self, module):
-        self.verdicts, self.asked, self.depth = [], None, 0             # asked: the function and the mark of a test
+        self.asked, self.depth = None, 0                                # asked: the function that a law is about
+        self.outcomes = {name: [] for name in NAMES}                    # "same", or why a law was skipped
+        self.broken = {name: [] for name in NAMES}                      # laws, and their smallest inputs
         self.tolerance = getattr(module, "TOLERANCE", 1e-6)
         for name in NAMES:
             setattr(module, name, self.watched(name, getattr(module, name, None)))
@@ -88,7 +80,7 @@ class Laws:
         def call(*args, **options):
             __tracebackhide__ = True
             depth = self.depth                                          # 0: a law calls, else a function of the file
-            if name != self.asked[0] and self.is_broken(name):
+            if name != self.asked and self.broken[name]:
                 self.skip(name, "differs", depth)
             if depth == 0:
                 try:
@@ -109,12 +101,7 @@ class Laws:
     def skip(self, name, why, depth):
         if depth > 0:
             pytest.skip(f"waits for {name}")
-        pytest.skip(why if name == self.asked[0] else f"{name}: {why}")
-
-    def is_broken(self, name):
-        """Whether a law of its formula, or of what is asked now, is broken."""
-        return any(verdict.function == name and verdict.outcome == "differs" and
-                   verdict.mark in ("formula", self.asked[1]) for verdict in self.verdicts)
+        pytest.skip(why if name == self.asked else f"{name}: {why}")
 
     def pytest_collection_finish(self):
         laws = sys.modules["test_grpo"]
@@ -122,27 +109,22 @@ class Laws:
         laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
 
     def pytest_runtest_setup(self, item):
-        self.asked = about(item)
+        self.asked, _ = about(item)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        if report.when == "call":
-            outcome, smallest_input = "same", ""
-            if report.skipped:
-                outcome = call.excinfo.value.msg
-            if report.failed:
-                outcome, smallest_input = "differs", smallest_input_of(item, call.excinfo.value)
-            self.verdicts.append(Verdict(*self.asked, outcome, item.function.__doc__, smallest_input))
+        if report.failed:
+            self.broken[self.asked].append(f"{item.function.__doc__}; {smallest_input_of(item, call.excinfo.value)}")
+        elif report.when == "call":
+            self.outcomes[self.asked].append(call.excinfo.value.msg if report.skipped else "same")
         return report
 
     def summary(self, name):
         """One line for a function; empty if no law was asked of it."""
-        verdicts = [verdict for verdict in self.verdicts if verdict.function == name]
-        differs = [verdict for verdict in verdicts if verdict.outcome == "differs"]
-        if differs:
-            return f"differs in {len(differs)} of {len(verdicts)} ({differs[0].law}; {differs[0].smallest_input})"
-        outcomes = [verdict.outcome for verdict in verdicts]
+        outcomes, broken = self.outcomes[name], self.broken[name]
+        if broken:
+            return f"differs in {len(broken)} of {len(broken) + len(outcomes)} ({broken[0]})"
         why = sorted(set(outcomes) - {"same"})
         waits = [reason for reason in why if reason.startswith("waits")]
         if waits or "same" not in outcomes:

@@ -1,18 +1,21 @@
-"""What homework.py --grade does: ask the laws of a student's functions in a process of its own, and give points.
+"""What homework.py --grade does: ask the laws of a student's functions, and give points.
 
-While one function is asked, the others are grpo.py's: a mistake costs its own function's points, not those of its
-callers. A file that exits, or does not end in time, ends its own process. The function that was asked loses its points,
-and a new process asks the rest. This is no sandbox: see README.md.
+Each function is asked in a process of its own, in which it stands in grpo.py; the others are grpo.py's. So a mistake
+costs its own function's points, not those of its callers, and a file that exits, or does not end in time, ends that
+process alone. This is no sandbox: see README.md.
 """
 
+import contextlib
+import io
 import json
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
@@ -23,50 +26,47 @@ SECONDS = 60                                                            # for th
 STEP = "one step of train"
 FORMULA = {STEP: 6, "grpo_loss": 8, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
            "clipped_surrogate_loss": 4, "kl_estimate": 4, "aggregate": 4}        # points; the other functions 2
-LACKS = {"beyond": [STEP, "truncated_importance_ratio"],                # no law of this kind; else a point for each
-         "errors": [STEP, "make_completion_mask", "entropy_from_logits", "clip_ratio", "think_format_reward",
-                    "leave_one_out_advantages"]}
 MAIN = [name for name in homework.exercises(homework.GRPO) if name != "process_advantages"]
 FURTHER = ["process_advantages", *homework.exercises(homework.VARIANTS)]
+fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
 # The student's process ------------------------------------------------------------------------------------------------
 
-def note(report, *line):
-    """A line of the report: function, mark, and why it is wrong: a text, "" if it is right, null while it is asked."""
-    with open(report, "a", encoding="utf-8") as file:
-        print(json.dumps(line), file=file)
+def examine(path, name, laws, answer):
+    """Import a file, ask about a function of it, and answer {mark: why its points are lost}."""
+    signal.alarm(SECONDS)                                               # then the process ends, whatever it does
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)                                                 # what a file prints is not shown
+    os.dup2(nowhere, 2)
+    sys.modules["grpo"] = None                                          # importing it is an error
+    called = pytest.CallInfo.from_call(lambda: check.load(path), "setup")
+    if called.excinfo:
+        return answer.send({"formula": called.excinfo.exconly()})
+    module, lost = called.result, {}
+    if name == STEP:
+        called = pytest.CallInfo.from_call(lambda: other_metrics(module), "call")
+        why = called.excinfo.exconly() if called.excinfo else called.result
+        lost = {"formula": why} if why else {}
+    elif name:
+        put(module, name)
+    for law in laws:
+        mark = check.about(law)[1]
+        if mark not in lost and "formula" not in lost:                  # one reason is enough
+            signal.alarm(SECONDS)
+            reports = runtestprotocol(law, log=False)
+            lost |= {mark: f"{law.name}: {reason_of(report.longreprtext)}" for report in reports if report.failed}
+    answer.send(lost)
 
 
-class Exam(check.Laws):
-    """check.py's plugin of pytest; it asks one function after another, and writes the report."""
-
-    def __init__(self, module, names, report):
-        super().__init__(module)
-        self.names, self.report, self.tolerance = names, report, 1e-6
-
-    def watched(self, name, function):
-        """The student's function while a law about it is asked, else grpo.py's."""
-        ours = vars(grpo).get(name) or vars(check.variants)[name]
-
-        def call(*args, **options):
-            return function(*args, **options) if name == self.asked[0] else ours(*args, **options)
-        return call
-
-    def pytest_collection_modifyitems(self, items):
-        items[:] = [item for name in self.names for item in items if check.about(item)[0] == name]
-
-    def pytest_runtest_setup(self, item):
-        super().pytest_runtest_setup(item)
-        if self.is_broken(self.asked[0]):                               # one reason is enough
-            pytest.skip()
-        note(self.report, *self.asked, None)
-        signal.alarm(SECONDS)                                           # then the process ends, whatever it does
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call":
-            law = report.nodeid.rpartition("::")[2]
-            note(self.report, *self.asked, "" if report.passed else f"{law}: {reason_of(report.longreprtext)}")
+def put(module, name):
+    """The student's function into grpo.py, and grpo.py's others into the student's file."""
+    for source in (grpo, check.variants):
+        if name in vars(source):
+            setattr(source, name, vars(module)[name])
+        for other in check.NAMES:
+            if other in vars(source):
+                setattr(module, other, vars(source)[other])
 
 
 def reason_of(text):
@@ -77,9 +77,8 @@ def reason_of(text):
     return "; ".join(telling or errors or lines[:1])
 
 
-def one_step(functions):
+def one_step():
     """The metrics of a step of train: two updates, prompts of different lengths, a model that is not trained."""
-    vars(grpo).update(functions)
     config = grpo.GRPOConfig(max_steps=1, num_generations=4, generation_batch_size=16, per_device_train_batch_size=8,
                              max_completion_length=8, num_iterations=2, beta=0.1, learning_rate=1e-3)
     policy, tokenizer = grpo.load_model("tiny")
@@ -93,80 +92,68 @@ def one_step(functions):
     return metrics | {"step_time": 0}
 
 
-def examine(path, report, names):
-    """Import a file, ask the laws of its functions, then a step of train with all functions of the main line."""
-    note(report, "", "", None)
-    sys.modules["grpo"] = None                                          # importing it is an error
-    signal.alarm(SECONDS)
-    module = check.load(path)
-    note(report, "", "", "")
-    functions = {name: vars(module)[name] for name in homework.written(path)}
-    for name in names:
-        if name not in functions and name != STEP:
-            note(report, name, "formula", "not written")
-    if functions:
-        exam = Exam(module, [name for name in names if name in functions], report)
-        pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native"], [exam])
-    if STEP in names:
-        left = [name for name in MAIN if name not in functions]
-        note(report, STEP, "formula", f"not written: {', '.join(left)}" if left else None)
-        if not left:
-            signal.alarm(0)                                             # transformers is imported at this point
-            want = one_step({})
-            signal.alarm(SECONDS)
-            vars(module).update(functions)
-            got = one_step({name: functions[name] for name in MAIN})
-            wrong = [name for name in got if got[name] != pytest.approx(want[name], rel=1e-3, abs=1e-5)]
-            note(report, STEP, "formula", f"other metrics than grpo.py's: {', '.join(wrong)}" if wrong else "")
+def other_metrics(module):
+    """Take a step with grpo.py's functions, then with all of the student's: which metrics differ?"""
+    want = one_step()
+    vars(grpo).update({name: vars(module)[name] for name in MAIN})
+    got = one_step()
+    wrong = [name for name in got if got[name] != pytest.approx(want[name], rel=1e-3, abs=1e-5)]
+    return f"other metrics than grpo.py's: {', '.join(wrong)}" if wrong else ""
 
 
 # The grader's process -------------------------------------------------------------------------------------------------
 
-def ask(path, names):
-    """{(function, mark): why its points are lost, or ""}, from as many processes as it takes."""
-    found = {}
-    while names:
-        with tempfile.TemporaryDirectory() as folder:
-            report, errors = Path(folder, "report"), Path(folder, "errors")
-            command = [sys.executable, "-B", __file__, str(SECONDS), str(Path(path).resolve()), str(report), *names]
-            with open(errors, "w") as file:
-                code = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                      stderr=file).returncode
-            lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-            said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        for function, mark, why in lines:
-            found[function, mark] = found.get((function, mark)) or why or ""
-        function, mark, why = lines[-1]
-        if why is not None:
-            break
-        reason = f"does not end in {SECONDS} seconds" if code == -signal.SIGALRM else f"ends with exit code {code}"
-        ended = [function] if function else names                       # without a function it was the import
-        found |= {(name, "formula"): ": ".join([reason, *said]) for name in ended}
-        names = names[names.index(ended[-1]) + 1:]
-    return found
+def ask(path, name="", laws=()):
+    """What a process of its own answers about a function; without a name, about the import of the file."""
+    receiver, answer = fork.Pipe(duplex=False)
+    process = fork.Process(target=examine, args=(path, name, laws, answer))
+    process.start()
+    answer.close()                                                      # so that the process alone holds it
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+    in_time = process.exitcode != -signal.SIGALRM
+    return {"formula": f"ends with exit code {process.exitcode}" if in_time else f"does not end in {SECONDS} seconds"}
+
+
+class Exam:
+    """A plugin of pytest: when the laws are collected, it asks about one function after another."""
+
+    def __init__(self, path, names):
+        self.path, self.names, self.rows = path, names, []              # (function, mark, why its points are lost)
+
+    def pytest_runtestloop(self, session):
+        sys.modules["test_grpo"].TOLERANCE = 1e-6
+        sys.modules["test_grpo"].MODEL_TOLERANCE = 1e-5
+        grpo.tiny_model(grpo.tiny_tokenizer(), 0)                       # imports transformers, once for all processes
+        unusable = ask(self.path)
+        written = [] if unusable else homework.written(self.path)
+        for name in self.names:
+            laws = [item for item in session.items if check.about(item)[0] == name]
+            missing = [part for part in (MAIN if name == STEP else [name]) if part not in written]
+            if missing:
+                lost = unusable or {"formula": "not written: " + ", ".join(missing)}
+            else:
+                lost = ask(self.path, name, laws)
+            for mark in ("formula", "beyond", "errors"):
+                if mark == "formula" or mark in [check.about(law)[1] for law in laws]:
+                    why = "the formula is wrong" if "formula" in lost and mark != "formula" else lost.get(mark, "")
+                    self.rows.append((name, mark, why))
+        return True
 
 
 def grade(path, word="", json_file=None):
     """Print the points of each function, and why it lost some. 0 if none is lost."""
-    names = [name for name in [*MAIN, *FURTHER, STEP] if word in name]
-    found, tests = ask(path, names), []
-    for name in names:
-        wrong = found[name, "formula"]
-        rows = {"formula": (FORMULA.get(name, 2), wrong)}
-        for mark in ("beyond", "errors"):
-            if name not in LACKS[mark]:
-                rows[mark] = (1, "the formula is wrong" if wrong else found[name, mark])
-        for mark, (points, why) in rows.items():
-            tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
-    for test in tests:
-        print(f"{test['name']:40}{test['score']} of {test['max_score']}  {test['output']}".rstrip())
+    exam, tests = Exam(path, [name for name in [*MAIN, *FURTHER, STEP] if word in name]), []
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native", "-s"], [exam])
+    for name, mark, why in exam.rows:
+        points = FORMULA.get(name, 2) if mark == "formula" else 1
+        tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
+        print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
     score, highest = (sum(test[key] for test in tests) for key in ("score", "max_score"))
     print(f"{'all':39}{score} of {highest}")
     if json_file:
         Path(json_file).write_text(json.dumps(dict(score=score, tests=tests), indent=1), encoding="utf-8")
     return int(score < highest)
-
-
-if __name__ == "__main__":
-    SECONDS = int(sys.argv[1])
-    examine(*sys.argv[2:4], sys.argv[4:])

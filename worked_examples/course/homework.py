@@ -46,18 +46,17 @@ def emptied(path):
 
 
 def new(path):
-    """Write the file for the student; an error if it exists."""
-    paragraphs = GRPO.read_text(encoding="utf-8").split('"""')[1].split("\n\n")
-    notation = next(text for text in paragraphs if text.startswith("Notation"))
+    """Write the file for the student."""
+    notation = re.search("^Notation.*?(?=\n\n)", GRPO.read_text(encoding="utf-8"), re.S | re.M)[0]
     rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE.read_text(encoding="utf-8"), re.S | re.M)[0]
     rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)     # their answers
-    head = ["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, rungs]
-    ours, others = emptied(GRPO), emptied(VARIANTS)
-    first, last = ([line.startswith(f"# §{n} ") for line in ours].index(True) for n in (1, 9))
-    further = others[others.index("import grpo") + 1:]
-    with open(path, "x", encoding="utf-8") as file:
-        print('r"""' + "\n\n".join(head), '"""', "", "import math", "import re", "", "import torch", "",
-              *ours[first:last], "# Further exercises: variants of GRPO " + "-" * 68, *further, sep="\n", file=file)
+    maths = re.search("^# §1 .*?(?=^# §9 )", "\n".join(emptied(GRPO)), re.S | re.M)[0]
+    further = "\n".join(emptied(VARIANTS)).partition("\nimport grpo\n")[2]
+    usage = __doc__.partition("\n\n")[2].rstrip()
+    head = "\n\n".join(["My GRPO.", usage, notation, rungs])
+    imports = "import math\nimport re\n\nimport torch\n\n"
+    text = f'r"""{head}\n"""\n\n{imports}{maths}# Further exercises {"-" * 87}\n{further}\n'
+    Path(path).write_text(text, encoding="utf-8")
 
 
 # A student's file -----------------------------------------------------------------------------------------------------
@@ -133,28 +132,26 @@ def run(path, flags):
 
 
 def main(argv):
-    is_run = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("-k", metavar="WORD", default="")
     parser.add_argument("--json", metavar="FILE")
+    is_run = bool(argv) and not argv[0].startswith("-")
     options = parser.parse_args([] if is_run else argv)
     path = argv[0] if is_run else options.grade
     if path and not Path(path).is_file():
         parser.exit(2, f"homework.py: error: there is no file {path}\n")
+    if options.new and Path(options.new).exists():
+        parser.exit(2, f"homework.py: error: {options.new} is there already\n")
     if is_run:
         return run(path, argv[1:])
     if path:
         from worked_examples.course import grading
         return grading.grade(path, options.k, options.json)
     if not options.new:
-        parser.print_usage()
-        return 2
-    try:
-        new(options.new)
-    except OSError as error:
-        parser.exit(2, f"homework.py: error: {error}\n")
+        parser.exit(2, parser.format_usage())
+    new(options.new)
     return 0
 
 

@@ -60,11 +60,6 @@ def changed(exhibit):
             for line in (range(first + 1, last + 1) if first < last else (first, first + 1))]
 
 
-def function_of(exhibit):
-    """The name of the function that has the bug."""
-    return re.findall(r"^def (\w+)", "\n".join(printed(exhibit)[:changed(exhibit)[0]]), re.M)[-1]
-
-
 def run_tests(exhibit):
     """Run the tests that the museum names in a copy of the project that has the bug; 0 if one of them fails."""
     names = re.findall(r"`(test_\w+)`", exhibits()[exhibit].rpartition("Caught by:")[2])
@@ -93,7 +88,8 @@ def main(argv):
     elif options.answer:
         print(exhibits()[exhibit])
     elif options.hint:
-        print(function_of(exhibit))
+        above = "\n".join(printed(exhibit)[:changed(exhibit)[0]])
+        print(re.findall(r"^def (\w+)", above, re.M)[-1])
     else:
         print("\n".join(printed(exhibit)))
     return 0

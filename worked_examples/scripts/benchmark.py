@@ -4,13 +4,14 @@
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
-Flags of grpo.py change the job. The floor is the model's bare passes over the same rows: the forwards of sampling (KV
-cache, ended rows dropped), and in each update a forward and a backward of the rows that learn. A line is the median
-over the steps, and the range; the first step warms up. On CPU the seconds are those of one thread.
+Flags of grpo.py change the job. The floor is the model's bare passes over the same rows: those of sampling, and in each
+update a forward and a backward of the rows that learn. A line is the median over the steps, and the range, without the
+first step, which warms up. On CPU the seconds are those of one thread.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 import tempfile
@@ -37,9 +38,8 @@ def now():
 
 def tiny_job():
     """The model of `python grpo.py --model tiny` after its cold start, and that run's problems and rewards."""
-    tokenizer, (problems, _) = grpo.tiny_tokenizer(), grpo.tiny_problems(42)
-    model = grpo.tiny_model(tokenizer, 42).to(DEVICE)
-    grpo.cold_start(model, tokenizer, problems, 42)
+    (model, tokenizer), (problems, _) = grpo.load_model("tiny", 42), grpo.tiny_problems(42)
+    grpo.cold_start(model.to(DEVICE), tokenizer, problems, 42)
     return model, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward]
 
 
@@ -77,32 +77,26 @@ def bare_updates(model, rollout, rows, config):
     """In each of the μ passes a forward and a backward over these rows, in parts of the same size."""
     parts = rows.split(config.per_device_train_batch_size) if len(rows) > 0 else ()
     for part in config.num_iterations * parts:
-        ids = torch.cat([rollout.prompt_ids[part], rollout.completion_ids[part]], 1)
+        answers = rollout.completion_ids[part]
+        ids = torch.cat([rollout.prompt_ids[part], answers], 1)
         mask = torch.cat([rollout.prompt_mask[part], rollout.completion_mask[part]], 1)
-        keep = rollout.completion_ids.size(1)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep + 1).logits[:, :-1]
-        labels = ids.masked_fill(mask == 0, -100)[:, -keep:]
-        torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), labels).backward()
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=answers.size(1) + 1)
+        torch.nn.functional.cross_entropy(output.logits[:, :-1].float().transpose(1, 2), answers).backward()
     model.zero_grad()
 
 
 def compare_with_floor(model, tokenizer, problems, reward_funcs, config):
-    table, kept = defaultdict(list), {}
-
-    def keep_rows(rewards_per_func, rollout, config):
-        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        kept["rows"] = advantages.any(1).nonzero()[:, 0]
-        return advantages
-
-    steps = grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config, compute_advantages=keep_rows)
+    table = defaultdict(list)
     start = now()
-    for _, rollout, _ in steps:
-        ended = now()
+    for _, rollout, _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config):
+        step = now() - start
+        advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
+        start = now()
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=config.bf16):
             bare_sampling(model, rollout, config)
             sampled = now()
-            bare_updates(model, rollout, kept["rows"], config)
-        step, sampling, updates = ended - start, sampled - ended, now() - sampled
+            bare_updates(model, rollout, advantages.any(1).nonzero()[:, 0], config)
+        sampling, updates = sampled - start, now() - sampled
         table["a step (s)"].append(step)
         table["its floor: sampling (s)"].append(sampling)
         table["its floor: updates (s)"].append(updates)
@@ -115,29 +109,25 @@ def compare_with_floor(model, tokenizer, problems, reward_funcs, config):
 def compare_with_trl(model, tokenizer, problems, reward_funcs, config):
     """TRL's trainer, as the_same_run_in_trl.py makes it, with its default gradient checkpointing and without."""
     from worked_examples.check_your_own import the_same_run_in_trl
-    times = [now()]
-    table = {}
+    times, table = [], {}
 
-    class NoteSteps(transformers.TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            times.append(now())
-
-    def note(name, updates=1):
-        ends = times[::updates]
-        table[name] = [b - a for a, b in zip(ends, ends[1:])]
-        times[:] = [now()]
-
-    for _ in grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config):
+    def clock(completions, **kwargs):                                   # a reward of 0: called once in each step
         times.append(now())
-    note("a step of grpo.py (s)")
+        return [0.0] * len(completions)
+
+    def note(name):
+        table[f"a step of {name} (s)"] = [b - a for a, b in itertools.pairwise(times)]
+        times.clear()
+
+    reward_funcs = [*reward_funcs, clock]
+    list(grpo.train(copy.deepcopy(model), tokenizer, problems, reward_funcs, config))
+    note("grpo.py")
     for name, checkpointing in ("TRL", "true"), ("TRL without checkpointing", "false"):
-        flags = f"--gradient_checkpointing {checkpointing} --save_strategy no --logging_strategy no".split()
-        trainer = the_same_run_in_trl.make_trainer(
-            copy.deepcopy(model), tokenizer, problems, reward_funcs, config,
-            [*flags, "--output_dir", tempfile.mkdtemp()])
-        trainer.add_callback(NoteSteps())
-        trainer.train()
-        note(f"a step of {name} (s)", config.num_iterations * config.num_mini_batches)
+        flags = ["--gradient_checkpointing", checkpointing, "--save_strategy", "no", "--logging_strategy", "no",
+                 "--output_dir", tempfile.mkdtemp()]
+        the_same_run_in_trl.make_trainer(
+            copy.deepcopy(model), tokenizer, problems, reward_funcs, config, flags).train()
+        note(name)
     return table
 
 
@@ -147,8 +137,8 @@ def main(argv):
     parser.add_argument("--trl", action="store_true")
     own, argv = parser.parse_known_args(argv)
     is_large = own.model == "0.5B"
-    job = ["--model", own.model, "--dataset", "none"] if is_large else ["--model", "tiny"]
-    config, *_ = grpo.parse_options([*job, "--max_steps", "6", *argv])
+    job = "--model 0.5B --dataset none" if is_large else "--model tiny"
+    config, *_ = grpo.parse_options(f"{job} --max_steps 6".split() + argv)
     config = replace(config, bf16=is_large and DEVICE.type == "cuda")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -1,20 +1,16 @@
 """Draw the pictures of README and of the worked examples, each for a light and for a dark page.
 
     python worked_examples/scripts/figures.py               draw all pictures
-    python worked_examples/scripts/figures.py run           run the demo first, and write anew what depends on it
+    python worked_examples/scripts/figures.py run           first run the demo, and write anew what depends on it
 
-`run` is `python grpo.py --model tiny`, the same with a learning rate ten times as high, and with ten seeds, then the
-page of a group: about eight minutes on one core. It writes the csv files of these runs and group.html. (Another
-processor adds in another order, and its figures differ a little.)
+`run` is `python grpo.py --model tiny`, the same with ten times the learning rate, and with ten seeds: about six
+minutes on one core. It writes their csv files and group.html. (On another processor the figures differ a little.)
 """
 
-import copy
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,7 +57,6 @@ def csv(name):
 
 
 def group_of_the_page():
-    """The data in pictures/group.html."""
     page = (PICTURES / "group.html").read_text(encoding="utf-8")
     return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
 
@@ -70,7 +65,7 @@ def signed(A, digits):
     return f"{'▲' if A > 0 else '▼'} {A:+.{digits}f}".replace("-", "−")
 
 
-# The pictures: a function for each, whose arguments are colours ----------------------------------------------------
+# The pictures: a function for each, whose arguments are colours -------------------------------------------------------
 
 def method_in_one_picture(paper, ink, grey, blue, orange, **_):
     """README: eight answers with rewards and advantages, and the probabilities at their fork over the demo's steps."""
@@ -98,7 +93,7 @@ def method_in_one_picture(paper, ink, grey, blue, orange, **_):
         left.text(85.5, y, signed(A, 2), va="center", color=colour)
     left.text(0, 11.4, "2  Push each token up (▲) or down (▼)", **bold)
     left.text(0, 12.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
-              "the pushes cancel.", **small)
+              "they cancel (dapo).", **small)
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
     for k, (colour, y, verdict) in enumerate(((blue, 80, "carry, right"), (orange, 20, "no carry, wrong"))):
@@ -203,12 +198,14 @@ def collapse(ink, grey, blue, orange, **_):
     """Page 11: collapsed_run.csv."""
     run = csv("collapsed_run.csv")
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3))
-    left.plot(run["step"], run["rewards/accuracy_reward/mean"], color=blue, lw=1.6, label="right answers")
-    left.plot(run["step"], run["rewards/think_format_reward/mean"], color=ink, lw=1.6, label="well-formed")
-    left.plot(run["step"], run["frac_reward_zero_std"], color=orange, lw=1.6, label="silent groups")
-    right.plot(run["step"], run["entropy"], color=ink, lw=1.6, label="entropy (nats)")
-    right.plot(run["step"], run["completions/clipped_ratio"], color=grey, lw=1.6, label="cut off")
-    right.plot(run["step"], run["loss"], color=orange, lw=1.6, label="loss")
+    for panel, metric, colour, label in (
+            (left, "rewards/accuracy_reward/mean", blue, "right answers"),
+            (left, "rewards/think_format_reward/mean", ink, "well-formed"),
+            (left, "frac_reward_zero_std", orange, "silent groups"),
+            (right, "entropy", ink, "entropy (nats)"),
+            (right, "completions/clipped_ratio", grey, "cut off"),
+            (right, "loss", orange, "loss")):
+        panel.plot(run["step"], run[metric], color=colour, lw=1.6, label=label)
     left.set(xlabel="step", xlim=(0, run["step"][-1]), title="Too fast: hardly an answer is right")
     right.set(xlabel="step", xlim=(0, run["step"][-1]), title="Entropy shows it, the loss does not")
     left.legend(frameon=False, fontsize=9, loc="center right")
@@ -226,11 +223,13 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
            "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
 
 
-def run_demo(*flags):
-    """Run the demo in an empty folder: the lines of its metrics."""
-    folder = Path(tempfile.mkdtemp())
-    subprocess.run([sys.executable, grpo.__file__, "--model", "tiny", *flags], cwd=folder, check=True)
-    return [json.loads(line) for line in (folder / "grpo-output/metrics.jsonl").read_text().splitlines()]
+def demo(*flags):
+    """The demo's policy after its cold start, and its steps."""
+    config, options, _ = grpo.parse_options(["--model", "tiny", *flags])
+    problems, _, policy, tokenizer = grpo.load_job(config, options)
+    grpo.cold_start(policy, tokenizer, problems, config.seed)
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
+    return policy, grpo.train(policy, tokenizer, problems, reward_funcs, config)
 
 
 def write_csv(name, lines, metrics):
@@ -239,30 +238,24 @@ def write_csv(name, lines, metrics):
 
 
 def run_all():
-    good, bad = run_demo(), run_demo("--learning_rate", "3e-3")
-    write_csv("tiny_run.csv", good, METRICS)
-    write_csv("collapsed_run.csv", bad, METRICS)
-    seeds = [line for seed in range(10) for line in run_demo("--seed", str(seed))]
+    """Ten seeds, the collapse, the good run; group.html: look_at_a_group.py's page, and its first fork in that run."""
+    torch.set_num_threads(1)
+    seeds = [metrics for seed in range(10) for _, _, metrics in demo("--seed", str(seed))[1]]
     write_csv("tiny_seeds.csv", seeds, ["step", "rewards/accuracy_reward/mean", "frac_reward_zero_std", "entropy"])
-    make_group_page()
-
-
-def make_group_page():
-    """pictures/group.html: look_at_a_group.py's page, and its first fork over a run of the demo."""
-    _, config, options = look_at_a_group.parse(["--html", "group.html"])
-    policy, tokenizer, dataset, reward_funcs, wanted = look_at_a_group.load(config, options)
-    demo_policy = copy.deepcopy(policy)
-    seen = look_at_a_group.update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config)
+    write_csv("collapsed_run.csv", [metrics for _, _, metrics in demo("--learning_rate", "3e-3")[1]], METRICS)
+    _, config, job = look_at_a_group.load(["--html", "group.html"])
+    seen = look_at_a_group.update_on_one_group(*job, config)
     data = look_at_a_group.group_data(seen)
     beginning, pulls = next(iter(seen.forks.items()))
     tokens = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]     # the right and the wrong one
-    demo, *_ = grpo.parse_options(["--model", "tiny"])
-    steps = grpo.train(demo_policy, tokenizer, grpo.tiny_problems(demo.seed)[0], reward_funcs, demo)
-    probabilities = []
-    for _ in itertools.chain([None], steps):                            # before the first step, and after each
-        probs = look_at_a_group.next_token_probs(demo_policy, seen.rollout, beginning, demo)
+    policy, steps = demo()
+    lines, probabilities = [], []
+    for step in itertools.chain([None], steps):                         # before the first step, and after each
+        probs = look_at_a_group.next_token_probs(policy, seen.rollout, beginning, config)
         probabilities.append([float(f"{p:.7g}") for p in probs[tokens].tolist()])
-    data["whole_run"] = {"words": [look_at_a_group.word(token, tokenizer) for token in tokens],
+        lines += [step[2]] if step else []
+    write_csv("tiny_run.csv", lines, METRICS)
+    data["whole_run"] = {"words": [look_at_a_group.word(token, seen.tokenizer) for token in tokens],
                          "probabilities": probabilities}
     (PICTURES / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
 

@@ -2,15 +2,12 @@
 
     python worked_examples/scripts/iterative_grpo.py --seed 0
 
-The policy's only reward is the score of r_φ. r_φ learns from pairs of answers to one question, of which a judge (here
-the true accuracy) prefers one. An outer iteration is the paper's: π_ref ← π_θ (sync_ref_model), M steps of GRPO, then
-r_φ learns from the pairs of these steps and, in about a tenth of each batch, from earlier ones.
+The policy's only reward is the score of r_φ, which learns from pairs of answers to one question; a judge (here the
+true accuracy) prefers one. r_φ is a language model that begins as the policy. Its score is the log-probability of the
+answer: DPO's reward (arXiv:2305.18290) without its reference.
 
-r_φ is a language model that begins as the policy. Its score is the log-probability of the answer: DPO's reward
-(arXiv:2305.18290) without its reference.
-
-It prints how often r_φ ranks new pairs as the judge does, greedy answers, and last "true accuracy: A -> B" on held-out
-problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one to two minutes on one core.
+The last line is "true accuracy: A -> B" on held-out problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one
+to two minutes on one core.
 """
 
 import argparse
@@ -28,10 +25,9 @@ import grpo
 
 
 def bradley_terry_loss(chosen, rejected):
-    """Teach a reward model to score the better answer of a pair higher: L = mean of -log σ(r_chosen - r_rejected).
+    """L = mean of -log σ(r_chosen - r_rejected); σ: the probability that the better answer is preferred.
 
-    Source: Bradley and Terry 1952 (σ is the probability that it is preferred); Ouyang et al. (arXiv:2203.02155) eq. 1.
-    Takes scores (N,) and (N,), returns a scalar: log 2 where all scores are equal.
+    Source: Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1. Takes scores (N,) and (N,).
     """
     return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
@@ -80,16 +76,14 @@ def ranked_pairs(rollout, G):
 
 def main():
     parser = argparse.ArgumentParser()
-    defaults = dict(seed=0, max_steps=60, iteration_steps=10, first_batches=40, updates=30)
-    for name, default in defaults.items():
+    for name, default in dict(seed=0, max_steps=60, iteration_steps=10, first_batches=40, updates=30).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     config = grpo.GRPOConfig(**grpo.TINY | dict(          # "batch": r_φ's noise in a group of like answers stays small
         scale_rewards="batch", beta=0.1, sync_ref_model=True, ref_model_sync_steps=options.iteration_steps,
         generation_batch_size=256, max_steps=options.max_steps, seed=options.seed))
     torch.set_num_threads(1)                              # for so small a model, more would wait
-    tokenizer = grpo.tiny_tokenizer()
-    policy = grpo.tiny_model(tokenizer, config.seed)
+    policy, tokenizer = grpo.load_model("tiny", config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")

@@ -34,52 +34,41 @@ METHODS = {                                                             # option
 }
 
 
-def parse(argv):
-    """The page's file, and grpo.py's config and options. Of a flag given twice the last one counts."""
+def load(argv):
+    """The page's file, the config, and policy, tokenizer, dataset, reward functions and what is asked of a group."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
     usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.html else 1}"
-    config, options, _ = grpo.parse_options([*usual.split(), *argv])
-    if config.epsilon_high is None:                                     # the page shows a number: as in its rows
-        defaults = {"cispo": 5.0, "dapo": 0.28}
-        high = defaults.get(config.policy_loss, defaults.get(config.loss_type, config.epsilon))
-        config = replace(config, epsilon_high=high)
-    return own.html, config, options
-
-
-def load(config, options):
-    """Policy, tokenizer, dataset, reward functions, and which group is wanted (None: one with unequal rewards)."""
+    config, options, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
+    if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
+        config = replace(config, epsilon_high=0.28 if config.loss_type == "dapo" else config.epsilon)
     policy, tokenizer = grpo.load_model(options.model, config.seed)
+    wanted = lambda rollout: True
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait
         problems, _ = grpo.tiny_problems(config.seed)
         grpo.cold_start(policy, tokenizer, problems, config.seed)
-        lengths = [[len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)] for row in problems]
-        dataset = [row for row, (right, wrong) in zip(problems, lengths) if right > wrong]     # a carry is a token more
-        wanted = has_two_halves
+        length = lambda row, forgets: len(grpo.teacher_trace(row["prompt"], forgets))
+        dataset = [row for row in problems if length(row, False) > length(row, True)]          # the carry adds a digit
+        wanted = lambda rollout: sorted(Counter(rollout.completions).values()) == 2 * [config.num_generations / 2]
     else:
         dataset = grpo.load_dataset(options.dataset)
-        wanted = None
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    return policy, tokenizer, dataset, [grpo.load_reward_func(name) for name in options.reward_funcs], wanted
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
+    return own.html, config, (policy, tokenizer, dataset, reward_funcs, wanted)
 
 
-def has_two_halves(rollout):
-    """Whether one half of the answers agree, and the other half agree on something else."""
-    counts = Counter(rollout.completions).values()
-    return len(counts) == 2 and min(counts) == max(counts)
-
-
-def find_step(policy, tokenizer, dataset, reward_funcs, wanted, config):
-    """The first step with unequal rewards and a wanted group: from the step follow its question and its samples."""
-    for step in range(config.max_steps):
+def find_group(policy, tokenizer, dataset, reward_funcs, wanted, config):
+    """The first of 400 samples that has unequal rewards and is wanted, else the last, with rewards and advantages."""
+    for step in range(400):
         rng = grpo.step_rng(config, step)
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
-        advantages = grpo.outcome_advantages(grpo.compute_rewards(reward_funcs, rollout), rollout, config)
-        if advantages.any() and (wanted is None or wanted(rollout)):
-            return step
-    return 0
+        rewards_per_func = grpo.compute_rewards(reward_funcs, rollout)
+        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        if advantages.any() and wanted(rollout):
+            break
+    return rollout, rewards_per_func, advantages
 
 
 def find_forks(answers, advantages):
@@ -103,41 +92,33 @@ def next_token_probs(policy, rollout, beginning, config):
 
 
 def update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config):
-    """Let train make its updates on one group: what it saw, and after 0, 1, ... updates log-probs and forks' probs."""
-    config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1, max_steps=400)
-    seen = SimpleNamespace(tokenizer=tokenizer, config=config, updates=[], probs=[])
-
-    def note_policy(*_):
-        seen.updates.append(grpo.score_rollout(policy, seen.rollout, config))
-        seen.probs.append([next_token_probs(policy, seen.rollout, beginning, config) for beginning in seen.forks])
-
-    def note_group(rewards_per_func, rollout, config):                  # train asks for advantages before it learns
-        seen.rollout = rollout
-        seen.rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
-        seen.rewards_per_func = {f.__name__: rewards for f, rewards in zip(reward_funcs, rewards_per_func.T)}
-        seen.advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        seen.answers = [ids[m != 0].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask)]
-        seen.forks = find_forks(seen.answers, seen.advantages[:, 0].tolist())
-        with torch.no_grad():
-            _, seen.entropies = grpo.per_token_logps(
-                policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
-                temperature=config.temperature, compute_entropy=True)
-        note_policy()
-        return seen.advantages
-
-    state = grpo.initial_state(policy, config)
-    state.step = find_step(policy, tokenizer, dataset, reward_funcs, wanted, config)
-    state.optimizer.register_step_post_hook(note_policy)
-    next(grpo.train(policy, tokenizer, dataset, reward_funcs, config, state=state, compute_advantages=note_group))
-    return seen
+    """All that the page shows of a group; log-probs and the forks' probabilities after 0, 1, ... updates on it."""
+    config = replace(config, generation_batch_size=config.num_generations)
+    rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, wanted, config)
+    answers = [ids[mask != 0].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    forks = find_forks(answers, advantages[:, 0].tolist())
+    rows, state, updates, probs = torch.arange(len(answers)), grpo.initial_state(policy, config), [], []
+    with torch.no_grad():
+        _, entropies = grpo.per_token_logps(
+            policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
+            temperature=config.temperature, compute_entropy=True)
+    for u in range(config.num_iterations + 1):
+        if u > 0:                                                       # at first the reference is the policy
+            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
+        updates.append(grpo.score_rollout(policy, rollout, config))
+        probs.append([next_token_probs(policy, rollout, beginning, config) for beginning in forks])
+    return SimpleNamespace(
+        tokenizer=tokenizer, config=config, rollout=rollout, answers=answers, forks=forks, probs=probs, updates=updates,
+        entropies=entropies, advantages=advantages,
+        rewards=grpo.combine_rewards(rewards_per_func, config.reward_weights),
+        rewards_per_func={f.__name__: rewards for f, rewards in zip(reward_funcs, rewards_per_func.T)})
 
 
 def pushes(seen, u, options):
     """−∂loss/∂log π of each token after u updates, (B, T): a positive one pushes the token up."""
     logps, old_logps = seen.updates[u].double().requires_grad_(), seen.updates[0].double()
-    loss, _ = grpo.grpo_loss(
-        logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
-    return 0.0 - torch.autograd.grad(loss, logps)[0]                     # where it is 0: 0, not −0
+    loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
+    return 0.0 - torch.autograd.grad(loss, logps)[0]                    # where it is 0: 0, not −0
 
 
 def word(token, tokenizer):
@@ -198,8 +179,8 @@ def show(data, i):
 
 def main(argv):
     transformers.utils.logging.set_verbosity_error()
-    html, config, options = parse(argv)
-    data = group_data(update_on_one_group(*load(config, options), config))
+    html, config, job = load(argv)
+    data = group_data(update_on_one_group(*job, config))
     if html:
         Path(html).write_text(page(data), encoding="utf-8")
         return

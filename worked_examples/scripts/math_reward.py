@@ -9,7 +9,6 @@ same words. Alone, math-verify reads "2x+3" as 2 and "Paris 2024" as 2024, and r
 
 import re
 import sys
-import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,7 +48,6 @@ def formula(text):
 
 
 def same_answer(answer, solution):
-    """Compare two texts, then as plain numbers, then by math-verify."""
     answer, solution = unboxed(answer), unboxed(solution)
     if answer == solution:
         return True
@@ -59,10 +57,9 @@ def same_answer(answer, solution):
     if formula(solution) == solution and not re.search(r"[\\$]", solution):             # no mathematics
         return False
     import math_verify
-    seconds = 3 if threading.current_thread() is threading.main_thread() else None      # its clock needs it
-    gold = math_verify.parse(formula(solution), parsing_timeout=seconds)
-    found = math_verify.parse(formula(answer[-1000:]), parsing_timeout=seconds)         # the answer comes last
-    return math_verify.verify(gold, found, timeout_seconds=seconds)
+    gold = math_verify.parse(formula(solution))
+    found = math_verify.parse(formula(answer[-1000:]))                  # the answer comes last
+    return math_verify.verify(gold, found)                              # each stops after five seconds
 
 
 def math_accuracy_reward(completions, solution, **kwargs):

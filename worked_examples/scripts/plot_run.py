@@ -3,7 +3,6 @@
     python worked_examples/scripts/plot_run.py RUN [RUN ...] [--output run.png]
 
 A RUN is the folder of a run, or its metrics.jsonl. Thin lines are the steps, thick ones the mean of the last ten steps.
-A panel is left out if no run has its metric.
 """
 
 import argparse
@@ -21,29 +20,24 @@ PANELS = {"reward": "reward", "frac_reward_zero_std": "share of silent groups", 
 
 
 def load(run):
-    """The lines of a run, one for each step."""
     path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not lines or not all(isinstance(line, dict) and "step" in line for line in lines):
-        raise ValueError(f"{path}: allowed is a JSON object with a step in each line")
+    if not lines or not all(isinstance(line, dict) and PANELS.keys() < line.keys() for line in lines):
+        raise ValueError(f"{path}: allowed is a step's metrics in each line, among them {', '.join(PANELS)}")
     return lines
 
 
 def draw(runs):
-    """A figure with a panel for each metric, and in it a line for each run."""
-    panels = [name for name in PANELS if any(name in line for lines in runs.values() for line in lines)]
-    if not panels:
-        raise ValueError(f"there is none of the metrics {', '.join(PANELS)}")
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(2.8 * len(panels), 3), squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], panels):
+    figure, axes = pyplot.subplots(1, 5, figsize=(14, 3), layout="constrained")
+    for axis, name in zip(axes, PANELS):
         for number, (run, lines) in enumerate(runs.items()):
-            steps = [line["step"] for line in lines if line.get(name) is not None]
-            values = [line[name] for line in lines if line.get(name) is not None]
+            steps = [line["step"] for line in lines]
+            values = [line[name] for line in lines]
             smooth = [statistics.fmean(values[max(0, i - 9):i + 1]) for i in range(len(values))]
             axis.plot(steps, values, color=f"C{number}", lw=0.8, alpha=0.4)
             axis.plot(steps, smooth, color=f"C{number}", lw=2.2, label=run)
         axis.set(title=PANELS[name], xlabel="step")
-    axes[0][0].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
     return figure
 
 
@@ -55,7 +49,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try:
         draw({run: load(run) for run in options.runs}).savefig(options.output, dpi=120)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     print(f"{options.output}: {', '.join(options.runs)}")
 

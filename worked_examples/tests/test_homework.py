@@ -6,6 +6,8 @@ import re
 from unittest import mock
 
 import pytest
+from conftest import python
+
 import grpo
 from worked_examples.course import grading, homework, spot_the_bug
 
@@ -14,7 +16,7 @@ RIGHT = MATHS + homework.VARIANTS.read_text(encoding="utf-8").partition("\nimpor
 A = "\ndef group_advantages(rewards, num_generations, **options): return rewards"
 WRONG = '''
 import os, time
-print("hello")
+os.write(1, b"hello")
 def combine_rewards(*args, **options): os._exit(0)
 def importance_ratio(*args, **options): time.sleep(1000)
 right = clipped_surrogate_loss
@@ -56,51 +58,65 @@ def test_the_table_shows_what_the_rungs_say(mine, R, printed, tmp_path, capsys):
     assert all(number in rounds[i] for i, number in printed.items()), rounds
 
 
-def grades(path, text):
-    """What --grade --json says of a file: {name: test}."""
-    path.write_text(text, encoding="utf-8")
-    report = path.with_name("results.json")
-    assert homework.main(["--grade", str(path), "--json", str(report)]) == 1
-    results = json.loads(report.read_text(encoding="utf-8"))
-    assert results["score"] == sum(test["score"] for test in results["tests"])
-    return {test["name"]: test for test in results["tests"]}
+GRADE_EACH = """
+import sys
+from worked_examples.course import grading, homework
+grading.SECONDS = 6
+words = ["", "step", "", "", ""]
+print(*[homework.main(["--grade", path, "-k", word, "--json", path + ".json"])
+        for path, word in zip(sys.argv[1:], words)])
+"""
 
 
-def test_a_mistake_costs_its_own_functions_points(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def grades(tmp_path_factory):
+    """What --grade --json says of these files: {file: {test: points, highest points, reason}}."""
+    nothing = "".join(f"def {name}(*args, **options): return 0\n" for name in grading.MAIN + grading.FURTHER)
+    files = {"wrong": RIGHT + WRONG, "right": RIGHT, "nothing": nothing, "blank": "", "import": "import grpo"}
+    folder = tmp_path_factory.mktemp("grades")
+    for name, text in files.items():
+        (folder / name).with_suffix(".py").write_text(text, encoding="utf-8")
+    run = python("-c", GRADE_EACH, *[folder / f"{name}.py" for name in files], GRPO_EXAMPLES="1")
+    assert run.stdout.splitlines()[-1] == "1 0 1 1 1", run.stderr
+    assert "hello" not in run.stdout
+    found = {}
+    for name in files:
+        results = json.loads((folder / f"{name}.py.json").read_text(encoding="utf-8"))
+        assert results["score"] == sum(test["score"] for test in results["tests"])
+        found[name] = {test["name"]: (test["score"], test["max_score"], test["output"]) for test in results["tests"]}
+    return found
+
+
+def test_a_mistake_costs_its_own_functions_points(grades):
     """An exit, a hang, a sign: these lose their points, with a reason; their callers have all of theirs"""
-    monkeypatch.setenv("GRPO_EXAMPLES", "1")
-    monkeypatch.setattr(grading, "SECONDS", 8)
-    found = grades(tmp_path / "my_grpo.py", RIGHT + WRONG)
-    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "8 seconds",
+    assert grades["right"] == {f"{grading.STEP}, formula": (6, 6, "")}
+    reasons = {"combine_rewards": "exit code 0", "importance_ratio": "6 seconds",
                "clipped_surrogate_loss": "= -1 × expected", grading.STEP: "exit code 0"}
-    for name, test in found.items():
+    for name, (score, highest, why) in grades["wrong"].items():
         function, mark = name.split(", ")
-        assert test["score"] == (0 if function in reasons else test["max_score"]), name
+        assert score == (0 if function in reasons else highest), name
         if mark == "formula":
-            assert reasons.get(function, "") in test["output"]
+            assert reasons.get(function, "") in why
 
 
-def test_a_file_that_computes_nothing_earns_nothing(tmp_path, monkeypatch):
+def test_a_file_that_computes_nothing_earns_nothing(grades):
     """`return 0` in each function; the sums of the highest points are those of the page"""
-    monkeypatch.setenv("GRPO_EXAMPLES", "2")
-    names = grading.MAIN + grading.FURTHER
-    found = grades(tmp_path / "my_grpo.py", "".join(f"def {name}(*args, **options): return 0\n" for name in names))
-    assert not any(test["score"] for test in found.values())
+    assert not any(score for score, _, _ in grades["nothing"].values())
     parts = [["combine_rewards", "group_stats", "group_advantages", "accuracy_reward", "think_format_reward"],
              ["broadcast_advantages", "make_completion_mask", "selective_log_softmax", "entropy_from_logits",
               "per_token_logps"], ["importance_ratio", "clip_ratio", "clipped_surrogate_loss", "kl_estimate"],
              ["aggregate", "grpo_loss", "cispo_loss", "sapo_loss", grading.STEP], grading.FURTHER]
-    sums = [sum(test["max_score"] for name, test in found.items() if name.partition(",")[0] in part) for part in parts]
+    sums = [sum(highest for name, (_, highest, _) in grades["nothing"].items() if name.partition(",")[0] in part)
+            for part in parts]
     page = homework.COURSE.read_text(encoding="utf-8")
     assert sums == [int(points) for points in re.findall(r"^\| [^|]* \| (\d+) \|$", page, re.M)]
 
 
-@pytest.mark.parametrize("text, why", [("", "not written"), ("import grpo", "ModuleNotFoundError")])
-def test_a_file_without_a_function_says_why(text, why, tmp_path):
+@pytest.mark.parametrize("file, reason", [("blank", "not written"), ("import", "ModuleNotFoundError")])
+def test_a_file_without_a_function_says_why(file, reason, grades):
     """Blank, or not to be imported: each function loses its points for this reason"""
-    found = grades(tmp_path / "my_grpo.py", text)
-    assert not any(test["score"] for test in found.values())
-    assert all(why in test["output"] for name, test in found.items() if name.endswith("formula"))
+    for name, (score, _, why) in grades[file].items():
+        assert score == 0 and (reason in why or not name.endswith("formula"))
 
 
 def test_each_exhibit_has_a_symptom_and_a_line_that_is_wrong():

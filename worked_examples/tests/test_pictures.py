@@ -28,7 +28,7 @@ def small_group():
                              temperature=1.5)
     model = grpo.tiny_model(tokenizer, 0)
     model.load_state_dict(cold_started(0))
-    seen = look_at_a_group.update_on_one_group(model, tokenizer, problems, [digits], None, config)
+    seen = look_at_a_group.update_on_one_group(model, tokenizer, problems, [digits], lambda rollout: True, config)
     return model, seen, look_at_a_group.group_data(seen)
 
 
@@ -71,10 +71,11 @@ def test_the_net_pushes_are_the_gradient_of_the_loss_at_the_logits():
 
 
 def test_the_forks_of_the_page_are_where_answers_differ():
-    """A fork's probabilities are those of the sampled tokens there, after each update"""
+    """The strongest pull first; a fork's probabilities are those of the sampled tokens there, after each update"""
     *_, data = small_group()
     forks = {place: after for place, after in sampled_after(data).items() if len(after) > 1}
-    assert {tuple(fork["prefix"]) for fork in data["forks"]} == forks.keys()
+    pull = lambda place: sum(abs(sum(data["advantages"][i] for i in who)) for who in forks[place].values())
+    assert [tuple(fork["prefix"]) for fork in data["forks"]] == sorted(forks, key=pull, reverse=True)
     for fork, u in itertools.product(data["forks"], range(5)):
         for token, (i, *_) in forks[tuple(fork["prefix"])].items():
             probability = fork["probabilities"][u][fork["words"].index(token)]
@@ -97,8 +98,8 @@ def test_it_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monke
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in grpo.tiny_problems(0)[0][:6]))
     (tmp_path / "mine.py").write_text("def digits(completions, **k):\n    return [len(c) % 3 for c in completions]")
     monkeypatch.setattr(grpo, "load_model", lambda name, seed: (model, seen.tokenizer))
-    flags = ["--model", "any", "--dataset", f"{tmp_path}/sums.jsonl", "--reward_funcs", f"{tmp_path}/mine.py:digits",
-             "--max_completion_length", "8", "--num_generations", "4", "--generation_batch_size", "4", "--beta", "0.1"]
+    flags = [*f"--model any --dataset {tmp_path}/sums.jsonl --reward_funcs {tmp_path}/mine.py:digits".split(),
+             *"--max_completion_length 8 --num_generations 4 --generation_batch_size 4 --beta 0.1".split()]
     look_at_a_group.main(flags)
     assert capsys.readouterr().out.count("\nreward ") == 2
     look_at_a_group.main(["--html", str(tmp_path / "group.html"), *flags])

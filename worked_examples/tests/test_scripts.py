@@ -9,7 +9,6 @@ import re
 import runpy
 import shlex
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,7 +20,8 @@ import grpo
 README, GRPO = ROOT / "README.md", (ROOT / "grpo.py").read_text()
 PAGES = [README, *sorted(EXAMPLES.rglob("*.md"))]
 SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
-STARTED = [path for path in SCRIPTS if path.parent.name in ("course", "scripts") and path.name != "walkthrough.py"]
+STARTED = [path for path in SCRIPTS if path.parent.parent == EXAMPLES and path.parent.name in ("course", "scripts")
+           and path.name != "walkthrough.py"]
 TESTS = "".join(path.read_text() for path in (ROOT / "test_grpo.py", *(EXAMPLES / "tests").glob("test_*.py")))
 NAMES = {path.name for path in [*PAGES, *SCRIPTS]}
 NAME = lambda path: str(path.relative_to(ROOT))
@@ -59,18 +59,16 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
 
 
 def test_runs_are_drawn_in_one_picture_and_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
-    """A panel for each metric, a line for each run and its mean of ten steps; a folder or its metrics.jsonl"""
+    """A line for each run and its mean of ten steps; a folder or its metrics.jsonl"""
     script = runpy.run_path(str(EXAMPLES / "scripts/plot_run.py"))
     monkeypatch.chdir(tmp_path)
-    names = ["reward", "entropy", "clip_ratio/region_mean", "completions/mean_length"]
-    for run, steps in ("a", 30), ("b", 3), ("empty", 0):
+    for run, steps in ("a", 30), ("empty", 0):
+        lines = [json.dumps({"step": i + 1} | dict.fromkeys(script["PANELS"], float(i))) for i in range(steps)]
         (tmp_path / run).mkdir()
-        lines = [json.dumps({"step": i + 1} | dict.fromkeys(names, float(i))) for i in range(steps)]
         (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
-    panels = script["draw"]({run: script["load"](run) for run in ("a", "b/metrics.jsonl")}).axes
-    assert len(panels) == 4 and [line.get_ydata()[29] for line in panels[0].lines[:2]] == [29, 24.5]
+    panels = script["draw"]({run: script["load"](run) for run in ("a", "a/metrics.jsonl")}).axes
+    assert [line.get_ydata()[29] for line in panels[4].lines] == [29, 24.5, 29, 24.5]
     for bad in ["absent"], ["empty"], ["a", "--output", "a.xyz"], []:
-        capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             script["main"](bad)
         assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1, bad
@@ -87,11 +85,9 @@ def test_a_script_finds_grpo_and_its_neighbours_from_any_folder(path, tmp_path, 
     runpy.run_path(str(path))
 
 
-def test_formulas_are_compared_also_in_a_thread_and_hostile_texts_are_wrong():
+def test_formulas_are_compared_and_hostile_texts_are_wrong():
     script = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))
     reward = script["math_accuracy_reward"]
-    with ThreadPoolExecutor() as pool:              # math-verify's clock needs the main thread
-        assert pool.submit(reward, [r"$\frac{2}{4}$"], [r"\frac12"]).result() == [1.0]
     for want, pairs in script["CASES"].items():
         for answer, solution in pairs:
             assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer, solution)
@@ -131,13 +127,11 @@ def test_the_files_that_a_text_names_are_there(path):
     text = path.read_text()
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
-    text = re.sub(r"https?://\S+", "", text.replace("\\\n", ""))
     own = re.compile(r"my_\w+\.py|grpo_bug\.py|[ab]\.py|FILE\.py")    # the reader's
-    for line in text.splitlines():
+    for line in re.sub(r"https?://\S+|\\\n", "", text).splitlines():
         is_command = re.search(r"\b(python3? |accelerate launch)", line)
         for file in re.findall(r"[\w./-]*\w\.(?:py|md)\b", line):
-            known = (ROOT / file).exists() if is_command else file.rpartition("/")[2] in NAMES
-            assert known or own.fullmatch(file), line
+            assert own.fullmatch(file) or ((ROOT / file).exists() if is_command else file.split("/")[-1] in NAMES), line
 
 
 def test_the_texts_name_what_exists():

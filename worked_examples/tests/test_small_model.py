@@ -30,7 +30,7 @@ def task(tmp_path):
 
 
 def small_model(*words):
-    return SCRIPT["main"]([str(word) for word in words])
+    SCRIPT["main"]([str(word) for word in words])
 
 
 def test_the_printed_command_trains_the_model(task, capsys):
@@ -66,13 +66,13 @@ def test_a_seed_and_a_number_of_solutions_say_what_is_made(task, capsys):
 
 
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
-    """A folder that is not empty, other problems than texts, unknown characters, too many to imitate: exit code 2."""
-    (task / "number.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
+    """A folder that is there, other problems than texts, unknown characters, too many to imitate: exit code 2."""
+    (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
     (task / "new.jsonl").write_text('{"prompt": "xay>", "solution": "yax"}')
     (task / "none.jsonl").write_text('{"prompt": "a>"}')
     for file, folder, flags, message in (
-            ("task.jsonl", ".", [], "not empty"), ("absent.jsonl", "m", [], "absent.jsonl"),
-            ("number.jsonl", "m", [], "both texts"), ("none.jsonl", "m", [], "both texts"),
+            ("task.jsonl", ".", [], "is there already"), ("absent.jsonl", "m", [], "absent.jsonl"),
+            ("chat.jsonl", "m", [], "both texts"), ("none.jsonl", "m", [], "both texts"),
             ("task.jsonl", "m", ["--eval_dataset", task / "new.jsonl"], "lacks: x y"),
             ("task.jsonl", "m", ["--imitate", "81"], "allowed is 0 to 80")):
         with pytest.raises(SystemExit) as exit:
