@@ -70,11 +70,7 @@ SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_
 
 def by_row(completions, **kwargs):
     """Rewards that no sample changes; in the first two groups of four, two are its mean."""
-    return [float(digit) for digit in "021101210213201102212010"[:len(completions)]]
-
-
-def first_two(completions, **kwargs):
-    return [0.3 * (i < 2) for i in range(len(completions))]
+    return [float("021101210213201102212010"[i % 24]) for i in range(len(completions))]
 
 
 def steps_of(model, reward_funcs=(by_row,), train={}, **options):
@@ -84,8 +80,6 @@ def steps_of(model, reward_funcs=(by_row,), train={}, **options):
 
 
 REWARDS = '''
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)                # nohup ignores it
 calls = []
 
 def length(completion_ids, **kwargs):
