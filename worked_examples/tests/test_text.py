@@ -9,32 +9,25 @@ import torch
 
 import grpo
 
-logps = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
-advantages = torch.tensor([1.0, -1.0])
-mask = torch.ones(2, 2)
+logps, advantages, mask = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.tensor([1.0, -1.0]), torch.ones(2, 2)
 
 
 def called_by(function):
     """The functions of grpo.py that this one calls, and those that they call."""
-    called = set()
-    for name in function.__code__.co_names:
-        if inspect.isfunction(getattr(grpo, name, None)):
-            called |= {name} | called_by(getattr(grpo, name))
-    return called
+    called = [getattr(grpo, name, None) for name in function.__code__.co_names]
+    return {function}.union(*[called_by(other) for other in called if inspect.isfunction(other)])
 
 
-@pytest.mark.parametrize("name, most, arguments, options", [
-    ("group_advantages", 2, (advantages, 2), {}),
-    ("clipped_surrogate_loss", 2, (logps, logps), {}),
-    ("grpo_loss", 8, (logps, advantages, mask), dict(old_logps=logps - 1, ref_logps=logps + 1, beta=0.1))])
-def test_a_function_can_be_pasted_with_those_that_it_calls(name, most, arguments, options):
+@pytest.mark.parametrize("function, most, arguments, options", [
+    (grpo.group_advantages, 2, (advantages, 2), {}), (grpo.clipped_surrogate_loss, 2, (logps, logps), {}),
+    (grpo.grpo_loss, 8, (logps, advantages, mask), dict(old_logps=logps - 1, ref_logps=logps + 1, beta=0.1))])
+def test_a_function_can_be_pasted_with_those_that_it_calls(function, most, arguments, options):
     """`import torch` and at most this many functions are a whole file"""
-    needed = {name} | called_by(getattr(grpo, name))
-    sources = [inspect.getsource(getattr(grpo, function)) for function in needed]
+    needed = called_by(function)
     pasted = types.ModuleType("pasted")
-    exec("\n\n\n".join(["import torch", *sources]), vars(pasted))
-    assert len(needed) <= most, sorted(needed)
-    assert str(getattr(pasted, name)(*arguments, **options)) == str(getattr(grpo, name)(*arguments, **options))
+    exec("\n\n\n".join(["import torch", *map(inspect.getsource, needed)]), vars(pasted))
+    assert len(needed) <= most, needed
+    assert str(vars(pasted)[function.__name__](*arguments, **options)) == str(function(*arguments, **options))
 
 
 def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_letter_of_pdb():
