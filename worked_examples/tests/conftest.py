@@ -69,14 +69,14 @@ SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_
 
 
 def by_row(completions, **kwargs):
-    """Rewards that no sample changes; in the first two groups of four, two are its mean."""
-    return [float("021101210213201102212010"[i % 24]) for i in range(len(completions))]
+    """Rewards that no sample changes; in each group of four, two are its mean."""
+    return [float("02110121"[i % 8]) for i in range(len(completions))]
 
 
-def steps_of(model, reward_funcs=(by_row,), train={}, **options):
-    """The steps of a short run on a few of the tiny task's problems; train: further arguments of train."""
-    config = grpo.GRPOConfig(**SMALL | options)
-    return grpo.train(model, grpo.tiny_tokenizer(), PROBLEMS[:6], reward_funcs, config, **train)
+def steps_of(model, reward_funcs=(by_row,), compute_advantages=grpo.outcome_advantages, **options):
+    """The steps of a short run on a few of the tiny task's problems."""
+    return grpo.train(model, grpo.tiny_tokenizer(), PROBLEMS[:6], reward_funcs, grpo.GRPOConfig(**SMALL | options),
+                      compute_advantages=compute_advantages)
 
 
 REWARDS = '''
