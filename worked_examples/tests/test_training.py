@@ -613,7 +613,7 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
     (dict(reward_weights=1), "reward_weights: got"), (dict(num_generations=5), "generation_batch_size: got 8"),
     (dict(num_generations=1), "num_generations: got 1"), (dict(num_mini_batches=9), "num_mini_batches: got 9"),
-    (dict(max_steps=0), "max_steps: got 0; allowed: steps in all"), (dict(beta=nan), "beta: got"),
+    (dict(max_steps=0), "max_steps: got 0; allowed: steps in all"), (dict(beta=inf), "beta: got inf"),
     (dict(temperature=0), "temperature: got 0.0; allowed"), (dict(epsilon=1.5), "epsilon: got 1.5"),
     (dict(epsilon=-0.1), "epsilon: got"), (dict(delta=1.25, epsilon_high=0.3), "delta: got 1.25; .* at least 1"),
     (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"), (dict(sync_ref_model=True), "with beta > 0: ref"),
