@@ -11,6 +11,7 @@ import shlex
 import shutil
 import statistics
 import sys
+from unittest import mock
 
 import numpy
 import pytest
@@ -428,9 +429,8 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
     prompts = [text.replace("<pad>", "") for text in tokenizer.batch_decode(r.prompt_ids)]
     assert [prompt[0]["content"] + "=" for prompt in columns["prompts"]] == prompts
     assert prompts == [text for text in prompts[::4] for _ in range(4)] and len(set(prompts)) == 2
-    examples = [dict(zip(("prompt", "solution"), row)) | {"completion_ids": None}
-                for row in zip(columns["prompts"], columns["solution"])]
-    assert r.examples == examples and dataset == kept and all(row in kept for row in examples)
+    assert [row["prompt"] for row in r.examples] == columns["prompts"] and all(row in kept for row in r.examples)
+    assert [row["solution"] for row in r.examples] == columns["solution"] and dataset == kept
     assert columns["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
     answers = tokenizer.batch_decode(columns["completion_ids"], skip_special_tokens=True)
     assert r.completions == columns["completions"] == [[{"role": "assistant", "content": x}] for x in answers]
@@ -456,16 +456,14 @@ def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_
     assert cli(*run, "--output_dir", data / "whole").code == 0
     left = [inf]                                                        # calls until then
 
-    def stops(function):
-        def counted(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == -1:
-                raise error
-            return function(*args, **kwargs)
-        return counted
+    def count(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        return mock.DEFAULT                                             # what the function itself returns
 
     for owner, name in ((grpo, "update_policy"), (torch, "save"), (os, "rename"), (shutil, "copy"), (shutil, "rmtree")):
-        monkeypatch.setattr(owner, name, stops(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, mock.Mock(wraps=getattr(owner, name), side_effect=count))
     last = []
     for calls in range(14):
         error, code = [(KeyboardInterrupt, 130), (OSError(28, "No space left"), 1)][calls % 2]
