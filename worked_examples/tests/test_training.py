@@ -530,7 +530,6 @@ def test_any_causal_lm_trains_on_a_file_and_answers_another(data):
     lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
     assert math.isfinite(lines[0]["rewards/length/mean"]) and lines[1]["rewards/length/mean"] is None
-    assert "NaN" not in (data / "out/metrics.jsonl").read_text()
     weights = safetensors.torch.load_file(data / "out/checkpoint-2/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
@@ -628,9 +627,7 @@ def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
         given = dict(dataset="bad.jsonl")
     usual = dict(dataset="chat.jsonl", reward_funcs=["accuracy", "rewards.py:length"], output_dir="deep/out")
     before, done = files_of(data), cli(*command(data, **usual | given))
-    errors = [line for line in done.err.splitlines() if line.startswith("grpo.py: error:")]
-    assert done.code == 2 and errors == done.err.splitlines()[-1:] and re.search(said, errors[0]), done
-    assert "Traceback" not in done.err and "stopped" not in done.out
+    assert done.code == 2 and re.fullmatch(f"grpo.py: error: .*{said}.*\n", done.err) and "stopped" not in done.out, done
     assert ("(no folder: asking the hub)" in done.out) == ("./nowhere" in given.values())   # it may take a minute
     assert files_of(data) == before and not (data / "deep").exists()
 
