@@ -476,7 +476,7 @@ def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_
         assert cli(*shlex.split(printed)).code == 0
         assert_same_run(out, data / "whole")
         assert sorted(os.listdir(out)) == ["checkpoint-3", "metrics.jsonl"]
-    assert last == [[]] * 6 + [["checkpoint-1"]] * 6 + [["checkpoint-2"]] * 2               # a step: two updates, a save
+    assert last == [[]] * 6 + [["checkpoint-1"]] * 6 + [["checkpoint-2"]] * 2              # a step: two updates, a save
 
 
 def test_a_checkpoint_goes_on_with_its_options_in_another_folder_or_beside_a_later_one(data):
@@ -627,7 +627,8 @@ def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
         given = dict(dataset="bad.jsonl")
     usual = dict(dataset="chat.jsonl", reward_funcs=["accuracy", "rewards.py:length"], output_dir="deep/out")
     before, done = files_of(data), cli(*command(data, **usual | given))
-    assert done.code == 2 and re.fullmatch(f"grpo.py: error: .*{said}.*\n", done.err) and "stopped" not in done.out, done
+    assert done.code == 2 and re.fullmatch(f"grpo.py: error: .*{said}.*\n", done.err), done
+    assert "stopped" not in done.out
     assert ("(no folder: asking the hub)" in done.out) == ("./nowhere" in given.values())   # it may take a minute
     assert files_of(data) == before and not (data / "deep").exists()
 
