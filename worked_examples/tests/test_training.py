@@ -283,6 +283,7 @@ def test_every_option_has_a_test_and_most_defaults_are_trls():
         max_steps=100, num_mini_batches=1)
     tested = set(SMALL).union(*RUNS) | {"bf16", "seed", "save_steps"}   # these three elsewhere
     assert tested == set(default), "an option without a test"
+    grpo.GRPOConfig(epsilon=1.0, num_mini_batches=64), grpo.GRPOConfig(delta=1.2)           # at a limit it is taken
 
 
 def test_train_is_algorithm_1():
