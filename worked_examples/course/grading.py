@@ -1,11 +1,12 @@
 """What homework.py --grade does: ask the laws of a student's functions, and give points.
 
-Each function is asked in a process of its own, in which it stands in grpo.py; the others are grpo.py's. So a mistake
+Each function is asked in a process of its own, in which it is in grpo.py; the others are grpo.py's. So a mistake
 costs its own function's points, not those of its callers, and a file that exits, or does not end in time, ends that
 process alone. This is no sandbox: see README.md.
 """
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -13,9 +14,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""                                 # processes that fork cannot share a GPU
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
@@ -31,50 +34,14 @@ FURTHER = ["process_advantages", *homework.exercises(homework.VARIANTS)]
 fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
-# The student's process ------------------------------------------------------------------------------------------------
-
-def examine(path, name, laws, answer):
-    """Import a file, ask about a function of it, and answer {mark: why its points are lost}."""
-    signal.alarm(SECONDS)                                               # then the process ends, whatever it does
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)                                                 # what a file prints is not shown
-    os.dup2(nowhere, 2)
-    sys.modules["grpo"] = None                                          # importing it is an error
-    called = pytest.CallInfo.from_call(lambda: check.load(path), "setup")
-    if called.excinfo:
-        return answer.send({"formula": called.excinfo.exconly()})
-    module, lost = called.result, {}
-    if name == STEP:
-        called = pytest.CallInfo.from_call(lambda: other_metrics(module), "call")
-        why = called.excinfo.exconly() if called.excinfo else called.result
-        lost = {"formula": why} if why else {}
-    elif name:
-        put(module, name)
-    for law in laws:
-        mark = check.about(law)[1]
-        if mark not in lost and "formula" not in lost:                  # one reason is enough
-            signal.alarm(SECONDS)
-            reports = runtestprotocol(law, log=False)
-            lost |= {mark: f"{law.name}: {reason_of(report.longreprtext)}" for report in reports if report.failed}
-    answer.send(lost)
-
-
-def put(module, name):
-    """The student's function into grpo.py, and grpo.py's others into the student's file."""
-    for source in (grpo, check.variants):
-        if name in vars(source):
-            setattr(source, name, vars(module)[name])
-        for other in check.NAMES:
-            if other in vars(source):
-                setattr(module, other, vars(source)[other])
-
-
-def reason_of(text):
-    """Of a failure's text: what is expected and what came, or the error."""
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    telling = [line for line in lines if line.startswith(("expected ", "got "))]
-    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Failed"))]
-    return "; ".join(telling or errors or lines[:1])
+def collect(*files):
+    """The laws of these files, as pytest finds them: the test, and a call without arguments that asks it."""
+    tests = []
+    plugin = SimpleNamespace(pytest_collection_finish=lambda session: tests.extend(session.items))
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*map(str, files), "--collect-only", *check.OPTIONS, "-m", ""], [plugin])
+    rows = [test.callspec.params if hasattr(test, "callspec") else {} for test in tests]
+    return [(test, functools.partial(test.obj, **row)) for test, row in zip(tests, rows)]
 
 
 def one_step():
@@ -92,21 +59,43 @@ def one_step():
     return metrics | {"step_time": 0}
 
 
-def other_metrics(module):
-    """Take a step with grpo.py's functions, then with all of the student's: which metrics differ?"""
-    want = one_step()
-    vars(grpo).update({name: vars(module)[name] for name in MAIN})
+def compare_a_step(want):
     got = one_step()
     wrong = [name for name in got if got[name] != pytest.approx(want[name], rel=1e-3, abs=1e-5)]
-    return f"other metrics than grpo.py's: {', '.join(wrong)}" if wrong else ""
+    assert not wrong, f"other metrics than grpo.py's: {', '.join(wrong)}"
 
 
-# The grader's process -------------------------------------------------------------------------------------------------
+def failure(call):
+    """Why a call fails, in one line: what is expected and what came, or the error. "" if it does not fail."""
+    signal.alarm(SECONDS)                                               # then the process ends, whatever it does
+    error = pytest.CallInfo.from_call(call, "call").excinfo
+    lines = [" ".join(line.split()) for line in error.exconly().splitlines()] if error else []
+    telling = [line for line in lines if line.startswith(("expected ", "got "))]
+    return "; ".join(telling or lines[:1])
 
-def ask(path, name="", laws=()):
-    """What a process of its own answers about a function; without a name, about the import of the file."""
+
+def examine(path, names, questions):
+    """Import a file, put these functions of it into grpo.py, and ask: {mark: why its points are lost}."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)                                                 # what a file prints is not shown
+    os.dup2(nowhere, 2)
+    sys.modules["grpo"] = None                                          # importing it is an error
+    unusable = failure(lambda: check.load(path))
+    if unusable:
+        return {"formula": unusable}
+    homework.put(sys.modules["your_file"], names)
+    lost = {}
+    for mark, title, call in questions:
+        if mark not in lost and "formula" not in lost:                  # one reason is enough
+            why = failure(call)
+            lost |= {mark: f"{title}: {why}"} if why else {}
+    return lost
+
+
+def in_a_process(function, *arguments):
+    """What a function returns in a process of its own, or how this process ended."""
     receiver, answer = fork.Pipe(duplex=False)
-    process = fork.Process(target=examine, args=(path, name, laws, answer))
+    process = fork.Process(target=lambda: answer.send(function(*arguments)))
     process.start()
     answer.close()                                                      # so that the process alone holds it
     try:
@@ -117,41 +106,29 @@ def ask(path, name="", laws=()):
     return {"formula": f"ends with exit code {process.exitcode}" if in_time else f"does not end in {SECONDS} seconds"}
 
 
-class Exam:
-    """A plugin of pytest: when the laws are collected, it asks about one function after another."""
-
-    def __init__(self, path, names):
-        self.path, self.names, self.rows = path, names, []              # (function, mark, why its points are lost)
-
-    def pytest_runtestloop(self, session):
-        sys.modules["test_grpo"].TOLERANCE = 1e-6
-        sys.modules["test_grpo"].MODEL_TOLERANCE = 1e-5
-        grpo.tiny_model(grpo.tiny_tokenizer(), 0)                       # imports transformers, once for all processes
-        unusable = ask(self.path)
-        written = [] if unusable else homework.written(self.path)
-        for name in self.names:
-            laws = [item for item in session.items if check.about(item)[0] == name]
-            missing = [part for part in (MAIN if name == STEP else [name]) if part not in written]
-            if missing:
-                lost = unusable or {"formula": "not written: " + ", ".join(missing)}
-            else:
-                lost = ask(self.path, name, laws)
-            for mark in ("formula", "beyond", "errors"):
-                if mark == "formula" or mark in [check.about(law)[1] for law in laws]:
-                    why = "the formula is wrong" if "formula" in lost and mark != "formula" else lost.get(mark, "")
-                    self.rows.append((name, mark, why))
-        return True
-
-
 def grade(path, word="", json_file=None):
     """Print the points of each function, and why it lost some. 0 if none is lost."""
-    exam, tests = Exam(path, [name for name in [*MAIN, *FURTHER, STEP] if word in name]), []
-    with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*map(str, check.LAWS), *check.OPTIONS, "beyond or not beyond", "--tb=native", "-s"], [exam])
-    for name, mark, why in exam.rows:
-        points = FORMULA.get(name, 2) if mark == "formula" else 1
-        tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
-        print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
+    questions = {name: [] for name in [*MAIN, *FURTHER]}
+    for law, call in collect(*check.LAWS):
+        name, mark = check.about(law)
+        questions[name].append((mark, law.name, call))
+    vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
+    sys.modules["test_grpo"].Difference.law = ""                        # a failure's text begins with it
+    questions[STEP] = [("formula", STEP, functools.partial(compare_a_step, one_step()))]
+    unusable = in_a_process(examine, path, [], [])
+    written = [] if unusable else homework.written(path)
+    tests = []
+    for name in [name for name in questions if word in name]:
+        names = MAIN if name == STEP else [name]
+        missing = ", ".join(part for part in names if part not in written)
+        lost = {"formula": f"not written: {missing}"} if missing else {}
+        lost = unusable or lost or in_a_process(examine, path, names, questions[name])
+        for mark in ("formula", "beyond", "errors"):
+            if mark in [question[0] for question in questions[name]]:
+                why = lost.get(mark) or ("the formula is wrong" if "formula" in lost else "")
+                points = FORMULA.get(name, 2) if mark == "formula" else 1
+                tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
+                print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
     score, highest = (sum(test[key] for test in tests) for key in ("score", "max_score"))
     print(f"{'all':39}{score} of {highest}")
     if json_file:

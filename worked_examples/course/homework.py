@@ -18,18 +18,26 @@ wrong, the others are lost, too. --json FILE writes what Gradescope reads.
 
 import argparse
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import grpo
+from worked_examples.check_your_own import check
+from worked_examples.scripts import variants
+
 GRPO, VARIANTS = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
 COURSE = Path(__file__).with_name("README.md")
 
 
 # The new file ---------------------------------------------------------------------------------------------------------
 
+@functools.cache
 def exercises(path):
     """{name: syntax tree} of the functions with a docstring; in grpo.py up to §8, the maths."""
     maths = path.read_text(encoding="utf-8").partition("\n# §9 ")[0]
@@ -68,16 +76,12 @@ def written(path):
     return [node.name for node in functions if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
 
 
-def put(path):
-    """Put a student's functions into grpo, and grpo's into the student's file where one is not written."""
-    import grpo
-    from worked_examples.check_your_own import check
-    mine, names = check.load(path), list(exercises(GRPO))
-    yours = [name for name in names if name in written(path)]
-    for name in names:
-        source, target = (mine, grpo) if name in yours else (grpo, mine)
-        setattr(target, name, getattr(source, name))
-    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
+def put(mine, names):
+    """Put these functions of a student's file into grpo.py and variants.py, and the others of those into the file."""
+    for module, path in ((grpo, GRPO), (variants, VARIANTS)):
+        for name in exercises(path):
+            source, target = (mine, module) if name in names else (module, mine)
+            setattr(target, name, getattr(source, name))
 
 
 def table(seed, rounds=40):
@@ -86,9 +90,6 @@ def table(seed, rounds=40):
     Question k wants word k + 1. An answer of n words earns r = 2 - n/10, and 1 more if the word is in it.
     Yields of each round: mean reward, mean length, the loss before its 4 updates, the clipped share in the 1st and 4th.
     """
-    import torch
-
-    import grpo
     torch.manual_seed(seed)
     logits = torch.zeros(4, 10, 8)
     logits[:, :, 0] = -2.0                                              # it rarely stops,
@@ -115,11 +116,11 @@ def table(seed, rounds=40):
 
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
-    import torch
-
-    import grpo
     torch.set_num_threads(1)                                            # for so little work more would wait
-    put(path)
+    names = list(exercises(GRPO))
+    yours = [name for name in names if name in written(path)]
+    put(check.load(path), yours)
+    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
     if flags:
         return grpo.main(flags)
     print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th")
@@ -133,26 +134,25 @@ def run(path, flags):
 
 def main(argv):
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="FILE", nargs="?")
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("-k", metavar="WORD", default="")
     parser.add_argument("--json", metavar="FILE")
-    is_run = bool(argv) and not argv[0].startswith("-")
-    options = parser.parse_args([] if is_run else argv)
-    path = argv[0] if is_run else options.grade
+    options, flags = parser.parse_known_args(argv)                      # the flags are grpo.py's
+    path = options.run or options.grade
     if path and not Path(path).is_file():
         parser.exit(2, f"homework.py: error: there is no file {path}\n")
     if options.new and Path(options.new).exists():
         parser.exit(2, f"homework.py: error: {options.new} is there already\n")
-    if is_run:
-        return run(path, argv[1:])
-    if path:
-        from worked_examples.course import grading
-        return grading.grade(path, options.k, options.json)
-    if not options.new:
+    if options.run:
+        return run(path, flags)
+    if flags or not (path or options.new):
         parser.exit(2, parser.format_usage())
-    new(options.new)
-    return 0
+    if options.new:
+        return new(options.new)
+    from worked_examples.course import grading
+    return grading.grade(path, options.k, options.json)
 
 
 if __name__ == "__main__":
