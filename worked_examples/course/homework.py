@@ -35,45 +35,41 @@ GRPO, VARIANTS = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
 COURSE = Path(__file__).with_name("README.md")
 
 
-# The new file ---------------------------------------------------------------------------------------------------------
+def functions(path):
+    """{name: syntax tree} of the functions of a file; of grpo.py those up to §8, the maths."""
+    maths = Path(path).read_text(encoding="utf-8").partition("\n# §9 ")[0]
+    return {node.name: node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)}
+
 
 @functools.cache
 def exercises(path):
-    """{name: syntax tree} of the functions with a docstring; in grpo.py up to §8, the maths."""
-    maths = path.read_text(encoding="utf-8").partition("\n# §9 ")[0]
-    functions = [node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: node for node in functions if ast.get_docstring(node)}
+    """Those with a docstring."""
+    return {name: node for name, node in functions(path).items() if ast.get_docstring(node)}
+
+
+def written(path):
+    """The names of those that have a body."""
+    return [name for name, node in functions(path).items() if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
 
 
 def emptied(path):
-    """The lines of a file, in which the exercises have no body."""
+    """The text of a file, in which the exercises have no body."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for function in reversed(exercises(path).values()):                 # from the end: line numbers stay valid
         lines[function.body[0].end_lineno:function.end_lineno] = ["    raise NotImplementedError"]
-    return lines
+    return "\n".join(lines)
 
 
 def new(path):
-    """Write the file for the student."""
-    notation = re.search("^Notation.*?(?=\n\n)", GRPO.read_text(encoding="utf-8"), re.S | re.M)[0]
+    """Write the file for the student: this docstring, the notation, the rungs without answers; the exercises."""
+    notation = re.search("^Notation.*?(?=\n\n)", grpo.__doc__, re.S | re.M)[0]
     rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE.read_text(encoding="utf-8"), re.S | re.M)[0]
-    rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)     # their answers
-    maths = re.search("^# §1 .*?(?=^# §9 )", "\n".join(emptied(GRPO)), re.S | re.M)[0]
-    further = "\n".join(emptied(VARIANTS)).partition("\nimport grpo\n")[2]
-    usage = __doc__.partition("\n\n")[2].rstrip()
-    head = "\n\n".join(["My GRPO.", usage, notation, rungs])
-    imports = "import math\nimport re\n\nimport torch\n\n"
-    text = f'r"""{head}\n"""\n\n{imports}{maths}# Further exercises {"-" * 87}\n{further}\n'
+    rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)
+    head = "\n\n".join(["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, rungs])
+    maths = re.search("^# §1 .*?(?=^# §9 )", emptied(GRPO), re.S | re.M)[0]
+    further = emptied(VARIANTS).partition("\nimport grpo\n")[2]
+    text = f'r"""{head}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}# Further exercises\n{further}\n'
     Path(path).write_text(text, encoding="utf-8")
-
-
-# A student's file -----------------------------------------------------------------------------------------------------
-
-def written(path):
-    """The names of the functions of a file that have a body."""
-    functions = [node for node in ast.parse(Path(path).read_text(encoding="utf-8")).body
-                 if isinstance(node, ast.FunctionDef)]
-    return [node.name for node in functions if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
 
 
 def put(mine, names):
@@ -84,7 +80,7 @@ def put(mine, names):
             setattr(target, name, getattr(source, name))
 
 
-def table(seed, rounds=40):
+def table(seed):
     """GRPO on logits that are a table: for 4 questions, at 10 places, 8 words, of which 0 ends the answer.
 
     Question k wants word k + 1. An answer of n words earns r = 2 - n/10, and 1 more if the word is in it.
@@ -95,7 +91,7 @@ def table(seed, rounds=40):
     logits[:, :, 0] = -2.0                                              # it rarely stops,
     logits[:, 0, 0] = -100.0                                            # and not at once
     optimizer = torch.optim.SGD([logits.requires_grad_()], lr=50.0)
-    for _ in range(rounds):
+    for _ in range(40):
         p = logits.detach().softmax(-1).repeat_interleave(16, 0)                                      # (64, 10, 8)
         ids = torch.multinomial(p.flatten(0, 1), 1).view(64, 10)
         answers = [row[:row.index(0) + 1] if 0 in row else row for row in ids.tolist()]
@@ -140,17 +136,15 @@ def main(argv):
     parser.add_argument("-k", metavar="WORD", default="")
     parser.add_argument("--json", metavar="FILE")
     options, flags = parser.parse_known_args(argv)                      # the flags are grpo.py's
-    path = options.run or options.grade
-    if path and not Path(path).is_file():
-        parser.exit(2, f"homework.py: error: there is no file {path}\n")
-    if options.new and Path(options.new).exists():
-        parser.exit(2, f"homework.py: error: {options.new} is there already\n")
+    path = options.run or options.grade or options.new
+    if not path or flags and not options.run:
+        parser.exit(2, parser.format_usage())
+    if Path(path).is_file() == (path == options.new):
+        parser.exit(2, f"homework.py: error: {path} is {'there already' if options.new else 'not there'}\n")
     if options.run:
         return run(path, flags)
-    if flags or not (path or options.new):
-        parser.exit(2, parser.format_usage())
     if options.new:
-        return new(options.new)
+        return new(path)
     from worked_examples.course import grading
     return grading.grade(path, options.k, options.json)
 
