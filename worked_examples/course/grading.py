@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""                                 # processes that fork cannot share a GPU
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -115,6 +116,7 @@ def grade(path, word="", json_file=None):
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
     sys.modules["test_grpo"].Difference.law = ""                        # a failure's text begins with it
     questions[STEP] = [("formula", STEP, functools.partial(compare_a_step, one_step()))]
+    hypothesis.given(hypothesis.strategies.none())(lambda none: None)()         # what the first law loads serves all processes
     unusable = in_a_process(examine, path, [], [])
     written = [] if unusable else homework.written(path)
     tests = []
