@@ -16,10 +16,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""                                 # processes that fork cannot share a GPU
-
-import hypothesis
 import pytest
+from hypothesis import given, strategies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
@@ -27,11 +25,8 @@ from worked_examples.check_your_own import check
 from worked_examples.course import homework
 
 SECONDS = 60                                                            # for the import of a file, and for each law
-STEP = "one step of train"
-FORMULA = {STEP: 6, "grpo_loss": 8, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
+FORMULA = {"grpo_loss": 14, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
            "clipped_surrogate_loss": 4, "kl_estimate": 4, "aggregate": 4}        # points; the other functions 2
-MAIN = [name for name in homework.exercises(homework.GRPO) if name != "process_advantages"]
-FURTHER = ["process_advantages", *homework.exercises(homework.VARIANTS)]
 fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
@@ -45,27 +40,6 @@ def collect(*files):
     return [(test, functools.partial(test.obj, **row)) for test, row in zip(tests, rows)]
 
 
-def one_step():
-    """The metrics of a step of train: two updates, prompts of different lengths, a model that is not trained."""
-    config = grpo.GRPOConfig(max_steps=1, num_generations=4, generation_batch_size=16, per_device_train_batch_size=8,
-                             max_completion_length=8, num_iterations=2, beta=0.1, learning_rate=1e-3)
-    policy, tokenizer = grpo.load_model("tiny")
-    problems = [row | {"prompt": row["prompt"][i % 3:]} for i, row in enumerate(grpo.tiny_problems(0)[0])]
-
-    def length(completions, **columns):                                 # in which the answers of a group differ
-        return [len(text) % 3 for text in completions]
-
-    rewards = [grpo.accuracy_reward, grpo.think_format_reward, length]
-    _, _, metrics = next(grpo.train(policy, tokenizer, problems, rewards, config))
-    return metrics | {"step_time": 0}
-
-
-def compare_a_step(want):
-    got = one_step()
-    wrong = [name for name in got if got[name] != pytest.approx(want[name], rel=1e-3, abs=1e-5)]
-    assert not wrong, f"other metrics than grpo.py's: {', '.join(wrong)}"
-
-
 def failure(call):
     """Why a call fails, in one line: what is expected and what came, or the error. "" if it does not fail."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
@@ -75,8 +49,8 @@ def failure(call):
     return "; ".join(telling or lines[:1])
 
 
-def examine(path, names, questions):
-    """Import a file, put these functions of it into grpo.py, and ask: {mark: why its points are lost}."""
+def examine(path, name, questions):
+    """Import a file, put this function of it into grpo.py, and ask: {mark: why its points are lost}."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)                                                 # what a file prints is not shown
     os.dup2(nowhere, 2)
@@ -84,7 +58,7 @@ def examine(path, names, questions):
     unusable = failure(lambda: check.load(path))
     if unusable:
         return {"formula": unusable}
-    homework.put(sys.modules["your_file"], names)
+    homework.put(sys.modules["your_file"], [name])
     lost = {}
     for mark, title, call in questions:
         if mark not in lost and "formula" not in lost:                  # one reason is enough
@@ -109,22 +83,20 @@ def in_a_process(function, *arguments):
 
 def grade(path, word="", json_file=None):
     """Print the points of each function, and why it lost some. 0 if none is lost."""
-    questions = {name: [] for name in [*MAIN, *FURTHER]}
+    questions = {name: [] for name in check.NAMES}
     for law, call in collect(*check.LAWS):
         name, mark = check.about(law)
         questions[name].append((mark, law.name, call))
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
     sys.modules["test_grpo"].Difference.law = ""                        # a failure's text begins with it
-    questions[STEP] = [("formula", STEP, functools.partial(compare_a_step, one_step()))]
-    hypothesis.given(hypothesis.strategies.none())(lambda none: None)()         # what the first law loads serves all processes
-    unusable = in_a_process(examine, path, [], [])
+    given(strategies.none())(lambda nothing: None)()                    # what Hypothesis loads serves all processes
+    unusable = in_a_process(examine, path, "", [])
     written = [] if unusable else homework.written(path)
     tests = []
     for name in [name for name in questions if word in name]:
-        names = MAIN if name == STEP else [name]
-        missing = ", ".join(part for part in names if part not in written)
-        lost = {"formula": f"not written: {missing}"} if missing else {}
-        lost = unusable or lost or in_a_process(examine, path, names, questions[name])
+        lost = unusable or {"formula": "not written"}
+        if name in written:
+            lost = in_a_process(examine, path, name, questions[name])
         for mark in ("formula", "beyond", "errors"):
             if mark in [question[0] for question in questions[name]]:
                 why = lost.get(mark) or ("the formula is wrong" if "formula" in lost else "")

@@ -18,7 +18,6 @@ wrong, the others are lost, too. --json FILE writes what Gradescope reads.
 
 import argparse
 import ast
-import functools
 import re
 import sys
 from pathlib import Path
@@ -41,7 +40,6 @@ def functions(path):
     return {node.name: node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)}
 
 
-@functools.cache
 def exercises(path):
     """Those with a docstring."""
     return {name: node for name, node in functions(path).items() if ast.get_docstring(node)}
@@ -74,8 +72,8 @@ def new(path):
 
 def put(mine, names):
     """Put these functions of a student's file into grpo.py and variants.py, and the others of those into the file."""
-    for module, path in ((grpo, GRPO), (variants, VARIANTS)):
-        for name in exercises(path):
+    for module in (grpo, variants):
+        for name in set(check.NAMES) & set(vars(module)):
             source, target = (mine, module) if name in names else (module, mine)
             setattr(target, name, getattr(source, name))
 

@@ -27,7 +27,7 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     """A sign in the surrogate: it differs, with the law and its input; grpo_loss waits; the KL is the same.
     A function that is not written is not there, and one that returns a constant differs."""
     text = FORMULAS.replace("-torch.min(", "torch.min(")
-    text += "\ndef entropy_from_logits(logits): raise NotImplementedError\ndef aggregate(loss, *mask, **rest): return 0\n"
+    text += "def entropy_from_logits(logits): raise NotImplementedError\ndef aggregate(loss, *mask, **rest): return 0\n"
     laws = "clipped or on_policy or kl_estimate_matches or entropy_from_logits or aggregate_matches"
     code, _, said = verdicts(text, tmp_path, "-k", laws)
     assert code == 1

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 import grpo
+from worked_examples.check_your_own import check
 from worked_examples.course import grading, homework, spot_the_bug
 
 MATHS = homework.GRPO.read_text(encoding="utf-8").partition("\n# §9 ")[0]
@@ -23,8 +24,8 @@ right = clipped_surrogate_loss
 def clipped_surrogate_loss(ratio, advantages, **options): return -right(ratio, advantages, **options)
 '''
 HANG = RIGHT + "\nimport time\ndef importance_ratio(*args, **options): time.sleep(1000)\n"
-NOTHING = "".join(f"def {name}(*args, **options): return 0\n" for name in grading.MAIN + grading.FURTHER)
-FILES = {"wrong": (WRONG, ""), "right": (RIGHT, "step"), "hang": (HANG, "importance_ratio"), "nothing": (NOTHING, ""),
+NOTHING = "".join(f"def {name}(*args, **options): return 0\n" for name in check.NAMES)
+FILES = {"wrong": (WRONG, ""), "right": (RIGHT, "group"), "hang": (HANG, "importance_ratio"), "nothing": (NOTHING, ""),
          "blank": ("", ""), "import": ("import grpo", "")}              # what is in it, which functions are asked for
 
 
@@ -37,7 +38,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(tmp_path):
     for name, function in ours.items():
         assert ast.get_docstring(mine[name]) == ast.get_docstring(function)
         assert ast.dump(mine[name].args) == ast.dump(function.args)
-    assert set(grading.MAIN + grading.FURTHER) == set(ours) and not set(homework.written(path)) & set(ours)
+    assert set(check.NAMES) == set(ours) and not set(homework.written(path)) & set(ours)
     assert all(f"### {number}. " in text for number in range(1, 11)) and "<details>" not in text
     with pytest.raises(SystemExit, match="2"):
         homework.main(["--new", str(path)])
@@ -87,13 +88,11 @@ def grades(tmp_path_factory):
 
 def test_a_mistake_costs_its_own_functions_points(grades):
     """An exit, a sign, a hang: these lose their points, with a reason; their callers have all of theirs"""
-    reasons = {"combine_rewards": "exit code 0", "clipped_surrogate_loss": "= -1 × expected",
-               grading.STEP: "exit code 0", "importance_ratio": "1 seconds"}
-    assert grades["right"] == {f"{grading.STEP}, formula": (6, 6, "")}
+    lost = {"combine_rewards": "exit code 0", "clipped_surrogate_loss": "-1 × expected", "importance_ratio": "1 seconds"}
     for name, (score, highest, why) in (grades["wrong"] | grades["hang"]).items():
         function, mark = name.split(", ")
-        assert score == (0 if function in reasons else highest), name
-        assert mark != "formula" or reasons.get(function, "") in why
+        assert score == (0 if function in lost else highest), name
+        assert mark != "formula" or lost.get(function, "") in why
 
 
 def test_a_file_that_computes_nothing_earns_nothing(grades):
@@ -113,7 +112,8 @@ def test_a_file_without_a_function_says_why(file, reason, grades):
 def test_each_exhibit_has_a_symptom_and_a_function(capsys):
     """spot_the_bug.py has the museum's exhibits, in an order of its own; the hint is a function of grpo.py"""
     assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
-    assert all(spot_the_bug.symptoms(exhibit) and spot_the_bug.function(exhibit) in vars(grpo) for exhibit in range(1, 27))
+    for exhibit in spot_the_bug.ORDER:
+        assert spot_the_bug.symptoms(exhibit) and spot_the_bug.function(exhibit) in vars(grpo)
     spot_the_bug.main(["3", "--hint"])
     assert capsys.readouterr().out == "clipped_surrogate_loss\n"
     spot_the_bug.main(["3"])

@@ -19,7 +19,7 @@ FORMULAS = inspect.getsource(formulas)
 MISTAKES = [                                                            # formulas.py, a student, a law that fails
     ("std by n", "std(r, 1, keepdim=True)", "std(r, 1, keepdim=True, correction=0)",
      "test_group_advantages_have_squares_that_sum_to_n_minus_1"),
-    ("batch mean", "torch.mean(r, 1, keepdim=True)", "torch.mean(r)", "test_group_advantages_sum_to_zero_in_each_group"),
+    ("batch mean", "mean(r, 1, keepdim=True)", "mean(r)", "test_group_advantages_sum_to_zero_in_each_group"),
     ("no eps", "(std + eps)", "std", "test_group_advantages_match_the_worked_numbers"),
     ("eps inside the root", "(std + eps)", "(std**2 + eps).sqrt()", "test_group_advantages_match_the_oracle"),
     ("RLOO by n", "/ (num_generations - 1)", "/ num_generations",
