@@ -130,8 +130,12 @@ class Laws:
                 terminalreporter.line(f"{name:30}{line}")
 
 
+def main(path, *options):
+    """Ask the laws; pytest's exit code."""
+    return pytest.main([*map(str, LAWS), *OPTIONS, *options], plugins=[Laws(load(path))])
+
+
 if __name__ == "__main__":
     if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
-    plugin = Laws(load(sys.argv[1]))
-    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, *sys.argv[2:]], plugins=[plugin]))
+    sys.exit(main(*sys.argv[1:]))

@@ -89,10 +89,9 @@ def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, fo
 
 
 def test_the_formulas_keep_in_step_with_grpo_py():
-    """Arguments have its names and defaults (None: grpo.py decides); a line says what grpo.py adds"""
+    """Arguments have its names and defaults (None: grpo.py decides)"""
     for name, function in inspect.getmembers(formulas, inspect.isfunction):
         theirs = inspect.signature(vars(grpo).get(name) or vars(variants)[name]).parameters
         for ours in inspect.signature(function).parameters.values():
             assert theirs[ours.name].kind == ours.kind, (name, ours)
             assert theirs[ours.name].default in (ours.default, None), (name, ours)
-        assert re.search(r"^\S+\.py adds", inspect.getdoc(function), re.M), name
