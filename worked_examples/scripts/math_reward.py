@@ -4,7 +4,7 @@ r"""A reward file: what differs from its solution as a text is compared as a for
         --reward_funcs worked_examples/scripts/math_reward.py:math_accuracy_reward
 
 A solution of words needs the same words. Numbers agree to six digits behind the point; 1e-05 is not read as a number.
-Alone, math-verify reads "2x+3" as 2 and "Paris 2024" as 2024, and runs for minutes on hostile text.
+Alone, math-verify reads "2x+3" as 2 and "Paris 2024" as 2024.
 """
 
 import re
@@ -27,8 +27,8 @@ def same_formula(answer, solution):
     import math_verify
     if re.search(WORD, solution) and not re.search(r"[\\$]", solution):             # no mathematics
         return False
-    end = answer[-1000:].strip("* \t\r\n")                              # the answer comes last, perhaps in **bold**
-    return math_verify.verify(parse(solution), parse(end))              # each stops after five seconds
+    end = answer[-1000:].strip("* \t\r\n")                              # it comes last, perhaps in **bold**
+    return math_verify.verify(parse(solution), parse(end))              # both stop after five seconds
 
 
 def math_accuracy_reward(completions, solution, **kwargs):
