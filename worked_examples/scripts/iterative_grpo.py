@@ -47,8 +47,8 @@ class RewardModel:
     def learn(self, pairs, earlier, updates, size=64):
         """Algorithm 1, line 12: learn from new pairs, with a replay of 10% of earlier ones.
 
-        L = mean of -log σ(r_better - r_worse), by Bradley and Terry: σ(…) is the probability that the better answer is
-        preferred (arXiv:2203.02155, eq. 1).
+        L = mean of -log σ(r_better - r_worse); σ(…): the probability that the better answer is preferred. Source:
+        Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1.
         """
         for _ in range(updates):
             batch = [pairs[i] for i in self.rng.integers(len(pairs), size=size - size // 10)]

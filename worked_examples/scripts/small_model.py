@@ -79,9 +79,7 @@ def make(task, folder, eval_dataset, count, seed):
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    count = 3 * len(problems) // 4 if count is None else count
-    if not 0 <= count <= len(problems):
-        raise grpo.InputError(f"imitate: got {count}; allowed is 0 to {len(problems)}, the problems of {task}")
+    count = 3 * len(problems) // 4 if count is None else min(count, len(problems))
     length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
     longest = max(len(problem["prompt"]) for problem in problems)
     config = grpo.GRPOConfig(seed=seed, max_completion_length=length)           # it refuses a seed below 0

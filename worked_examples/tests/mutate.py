@@ -1,7 +1,7 @@
 """Change a token of grpo.py, and see whether a test fails: which changes does no test notice?
 
     python worked_examples/tests/mutate.py --sample 100 --seed 1        the maths, §1-§8, asked by test_grpo.py
-    python worked_examples/tests/mutate.py --loop --sample 50           §9 and §10, asked by worked_examples/tests/test_training.py
+    python worked_examples/tests/mutate.py --loop --sample 50           §9 and §10, asked by tests/test_training.py
 
 A line for each change, last the number of those that were noticed. Survivors are to be read: some change nothing.
 """

@@ -18,13 +18,6 @@ import grpo
 README, GRPO = (ROOT / "README.md").read_text(), (ROOT / "grpo.py").read_text()
 PAGES = [ROOT / "README.md", *sorted(EXAMPLES.rglob("*.md"))]
 SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
-MATHS = {                                                               # reward: pairs of answer and solution
-    1.0: [("1/2", "0.5"), ("It is 42.", "42"), ("**7**", "7"), ("- 7", "-7"), ("5", 5), ("B", " B"), ("-1,000", "-1000"),
-          (r"\boxed{\frac{2}{4}}", r"\frac12"), ("x^2-1", "$(x-1)(x+1)$"), (r"\boxed{2x+3}", "3+2x"),
-          (r"= \(\frac12\)", r"\(\frac12\)"), ("a</think>1</think>4/2", "2"), ("1 " * 50_000 + "$4/2$", "2")],
-    0.0: [("0.3333", "1/3"), ("1/0", "1"), ("12,34", "1234"), (r"\boxed{Lyon}", "Paris"), ("2", "2x+3"), ("Рим 7", "Киев 7"),
-          (r"\boxed{1} 2", "2"), ("\\boxed{" * 15_000, "7")],
-    None: [("42", ""), ("42", None)]}
 
 
 @pytest.mark.parametrize("script, flags, printed", [
@@ -83,11 +76,17 @@ def test_a_script_finds_grpo_and_its_neighbours(monkeypatch):
             runpy.run_path(str(path))
 
 
-def test_formulas_are_compared_and_hostile_texts_are_wrong():
+def test_formulas_are_compared():
+    """A long or chat answer, words, formulas, a solution that is a number or missing"""
     reward = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))["math_accuracy_reward"]
-    for want, pairs in MATHS.items():
+    cases = {1.0: [("1/2", "0.5"), ("**7.0**", 7), ("so it is 1,000.", "1000"), (r"\boxed{\frac{2}{4}}", r"\frac12"),
+                   ("x^2-1", "$(x-1)(x+1)$"), ("a</think>1</think>4/2", "2"), ("1 " * 50_000 + "$4/2$", "2")],
+             0.0: [("0.3333", "1/3"), ("12,34", "1234"), (r"\boxed{Lyon}", "Paris"), ("Рим 7", "Киев 7"), ("2", "2x+3"),
+                   (r"\boxed{1} 2", "2"), (r"\boxed{" * 15_000, "7")],
+             None: [("42", ""), ("42", None)]}
+    for want, pairs in cases.items():
         for answer, solution in pairs:
-            assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer, solution)
+            assert reward([[{"role": "assistant", "content": answer}]], [solution]) == [want], (answer[:99], solution)
 
 
 def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):

@@ -28,7 +28,7 @@ def small_model(*words):
 
 
 def test_the_printed_command_trains_the_model(task, capsys):
-    """The share of right words, held out and greedy, was 0.00 to 0.10 before and 1.00 after 60 steps, of three seeds."""
+    """The share of right words, held out and greedy, was 0.00 to 0.10 before, 1.00 after 60 steps (3 seeds)."""
     small_model(task / "task.jsonl", task / "model", "--eval_dataset", task / "held_out.jsonl")
     python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert python == "python" and script.endswith("grpo.py")
@@ -58,15 +58,13 @@ def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
 
 
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
-    """A folder that is there, other problems than texts, too many to imitate: exit code 2."""
+    """A folder that is there, other problems than texts: exit code 2."""
     (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
     (task / "none.jsonl").write_text('{"prompt": "a>"}')
-    for file, folder, flags, message in (
-            ("task.jsonl", ".", [], "is there already"), ("absent.jsonl", "m", [], "absent.jsonl"),
-            ("chat.jsonl", "m", [], "both texts"), ("none.jsonl", "m", [], "both texts"),
-            ("task.jsonl", "m", ["--imitate", "81"], "allowed is 0 to 80")):
+    for file, folder, message in (("task.jsonl", ".", "is there already"), ("absent.jsonl", "m", "absent.jsonl"),
+                                  ("chat.jsonl", "m", "both texts"), ("none.jsonl", "m", "both texts")):
         with pytest.raises(SystemExit) as exit:
-            small_model(task / file, task / folder, *flags)
+            small_model(task / file, task / folder)
         error = capsys.readouterr().err
         assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
     assert not (task / "m").exists()
