@@ -23,7 +23,7 @@ SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py
 @pytest.mark.parametrize("script, flags, printed", [
     ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--max_steps 2", ".* \\.\\.\\. "),
     ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
-    ("iterative_grpo.py", "--max_steps 2 --ref_model_sync_steps 1 --generation_batch_size 64", "true accuracy: ")])
+    ("iterative_grpo.py", "--max_steps 2 --ref_model_sync_steps 1 --generation_batch_size 32", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch, capsys):
     """To the line that says what it found, from a short cold start"""
     (problems, held_out), weights = grpo.tiny_problems(0), cold_started(0)
@@ -79,8 +79,8 @@ def test_a_script_finds_grpo_and_its_neighbours(monkeypatch):
 def test_formulas_are_compared():
     """A long or chat answer, words, formulas, a solution that is a number or missing"""
     reward = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))["math_accuracy_reward"]
-    cases = {1.0: [("1/2", "0.5"), ("**7.0**", 7), ("so it is 1,000.", "1000"), (r"\boxed{\frac{2}{4}}", r"\frac12"),
-                   ("x^2-1", "$(x-1)(x+1)$"), ("a</think>1</think>4/2", "2"), ("1 " * 50_000 + "$4/2$", "2")],
+    cases = {1.0: [("1/2", "0.5"), ("**7.0**", 7), ("so it is 1,000.", "1000"), ("1 " * 50_000 + "$4/2$", "2"),
+                   ("x^2-1", "$(x-1)(x+1)$"), ("a</think>1</think>4/2", r"So \boxed{2}.")],
              0.0: [("0.3333", "1/3"), ("12,34", "1234"), (r"\boxed{Lyon}", "Paris"), ("Рим 7", "Киев 7"), ("2", "2x+3"),
                    (r"\boxed{1} 2", "2"), (r"\boxed{" * 15_000, "7")],
              None: [("42", ""), ("42", None)]}

@@ -17,7 +17,7 @@ def task(tmp_path):
     """Files of words of three letters and the same backwards: to train on, and held out."""
     draw = random.Random(0)
     words = list(dict.fromkeys("".join(draw.choices("abcdef", k=3)) for _ in range(200)))
-    for name, part in ("task", words[:80]), ("held_out", words[80:110]):
+    for name, part in ("task", words[:80]), ("held_out", [*words[80:110], "gag"]):
         rows = [json.dumps({"prompt": f"{word}>", "solution": word[::-1]}) for word in part]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     return tmp_path
@@ -49,12 +49,12 @@ def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
 
 
 def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
-    """The same seed, the same weights; another seed, or none imitated, and they are others."""
+    """The same seed, the same weights; another seed, or none imitated, or both, and they are others."""
     made = []
-    for number, flags in enumerate([(), (), ("--seed", "1"), ("--imitate", "0")]):
-        small_model(task / "task.jsonl", task / f"model{number}", *flags)
+    for number, flags in enumerate(["", "", "--seed 1", "--imitate 0", "--imitate 0 --seed 1"]):
+        small_model(task / "task.jsonl", task / f"model{number}", *flags.split())
         made.append((task / f"model{number}/model.safetensors").read_bytes())
-    assert made[0] == made[1] and len(set(made)) == 3
+    assert made[0] == made[1] and len(set(made)) == 4
 
 
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
