@@ -105,7 +105,7 @@ def method_in_one_picture(paper, grey, blue, orange, **_):
 
 def one_page(grey, blue, orange, pale, **_):
     """Page 0: four answers to 7+5=, and one update of the logits of three words."""
-    after = torch.tensor([0.25, -0.125, -0.125]).softmax(0)             # minus the gradient at three equal logits
+    after = torch.tensor([0.25, -0.125, -0.125]).softmax(0).tolist()    # minus the gradient at three equal logits
     figure = Figure()
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     left.set(xlim=(0, 10), ylim=(4.1, -0.9), title="Four answers, scored")
