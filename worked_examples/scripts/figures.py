@@ -51,20 +51,12 @@ def csv(name):
     return numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="", dtype=None, encoding="utf-8")
 
 
-def group_of_the_page():
-    page = (PICTURES / "group.html").read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
-
-
-def signed(A, digits):
-    return f"{'▲' if A > 0 else '▼'} {A:+.{digits}f}".replace("-", "−")
-
-
 # The pictures: a function for each, whose arguments are colours -------------------------------------------------------
 
 def method_in_one_picture(paper, grey, blue, orange, **_):
     """README: eight answers with rewards and advantages, and the probabilities at their fork over the demo's steps."""
-    data = group_of_the_page()
+    page = (PICTURES / "group.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
     fork, run = data["forks"][0], data["whole_run"]
     beginning = "".join(fork["prefix"])                                 # what all answers share
     figure = Figure(figsize=(8.3, 3.4), layout="none")
@@ -85,7 +77,7 @@ def method_in_one_picture(paper, grey, blue, orange, **_):
             left.text(width * (k + 0.5), y, character, ha="center", va="center", family="monospace", size=10.5, **style)
         form, is_right = (data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward"))
         left.text(56, y, f"{data['rewards'][i]:g} = {form:g} + {is_right:g}", va="center", color=colour)
-        left.text(85.5, y, signed(A, 2), va="center", color=colour)
+        left.text(85.5, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", va="center", color=colour)
     left.text(0, 11.4, "2  Push each token up (▲) or down (▼)", **bold)
     left.text(0, 12.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
               "they cancel (dapo).", **small)
@@ -118,7 +110,7 @@ def one_page(grey, blue, orange, pale, **_):
         left.add_patch(Rectangle((0, y + 0.08), 3.0, 0.84, fill=False, ec=style["color"], lw=1.8))
         left.text(1.5, y + 0.5, word, family="monospace", ha="center", **style)
         left.text(4.4, y + 0.5, f"{score}", ha="center", **style)
-        left.text(6.2, y + 0.5, signed(score - 0.5, 1), **style)
+        left.text(6.2, y + 0.5, "▲ +0.5" if score else "▼ −0.5", **style)
     for k, colour in enumerate((blue, orange, orange)):
         before = right.bar(k - 0.2, 100 / 3, 0.36, color=pale, ec=grey, lw=0.8)
         right.bar_label(before, fmt="%.0f%%", padding=1, color=grey)
