@@ -44,7 +44,8 @@ def failure(call):
     """Why a call fails, in one line: what is expected and what came, or the error. "" if it does not fail."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
     error = pytest.CallInfo.from_call(call, "call").excinfo
-    lines = [" ".join(line.split()) for line in error.exconly().splitlines()] if error else []
+    text = f"{error.typename}: {error.value}" if error else ""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     telling = [line for line in lines if line.startswith(("expected ", "got "))]
     return "; ".join(telling or lines[:1])
 
