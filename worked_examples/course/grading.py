@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, strategies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import grpo
 from worked_examples.check_your_own import check
 from worked_examples.course import homework
 
