@@ -88,7 +88,7 @@ def grades(tmp_path_factory):
 
 def test_a_mistake_costs_its_own_functions_points(grades):
     """An exit, a sign, a hang: these lose their points, with a reason; their callers have all of theirs"""
-    lost = {"combine_rewards": "exit code 0", "clipped_surrogate_loss": "-1 × expected", "importance_ratio": "1 seconds"}
+    lost = {"combine_rewards": "code 0", "clipped_surrogate_loss": "= -1 × expected", "importance_ratio": "1 seconds"}
     for name, (score, highest, why) in (grades["wrong"] | grades["hang"]).items():
         function, mark = name.split(", ")
         assert score == (0 if function in lost else highest), name
