@@ -918,13 +918,12 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 def load_dataset(path):
     """Read JSON Lines: "prompt" (a text, or messages) and further columns, those of line 1."""
     rows = []
-    text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")       # a byte order mark
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         where = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
         try:
-            rows.append(json.loads(line))                      # it decodes UTF-8
+            rows.append(json.loads(line))              # UTF-8, also with a byte order mark
         except ValueError as error:
             raise InputError(f"{where} is not JSON") from error
         row, first = rows[-1], rows[0]

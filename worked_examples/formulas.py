@@ -7,19 +7,31 @@ They pass the tests of the formulas:
 
     python worked_examples/check_your_own/check.py worked_examples/formulas.py
 
-grpo.py makes them safe; the line "grpo.py adds" of each function says how. Besides, where a function of grpo.py takes a
-mask, no value at padding, not even NaN, reaches a result or a gradient. Errors there, but not here: unknown words,
-groups of one, beta without ref_logps, prompts padded on the right, completion masks with holes in per_token_logps,
-wrong shapes that would broadcast.
+grpo.py makes them safe. It adds to
+
+    group_advantages          other scales, a std by G, and exactly 0 where the rewards of a group are equal in float32
+    leave_one_out_advantages  exactly 0 there, too (scripts/variants.py)
+    broadcast_advantages      0 at padding also for an advantage of NaN
+    make_completion_mask      the EOS ids as a tensor, tokens on any device
+    selective_log_softmax     ids of any integer type
+    entropy_from_logits       words of probability 0, whose logit is -inf
+    per_token_logps           position ids (left padding moves nothing), invalid ids at padding, float32 for bfloat16
+    importance_ratio          answers without a token, and 1 at padding
+    clipped_surrogate_loss    delta, a second clip where A < 0
+    kl_estimate               k1 and k2; k3 is never below 0 in float32 either
+    aggregate                 answers without a token; parts of a split batch, which add up to the whole (not bnpo)
+    grpo_loss                 cispo, sapo, delta, splits of a batch, and epsilon_high=None for epsilon_low
+
+Besides, no value at padding, not even NaN, reaches a result or a gradient of a function that takes a mask.
+Errors there, but not here: unknown words, groups of one, beta without ref_logps, prompts padded on the right,
+completion masks with holes in per_token_logps, wrong shapes that would broadcast.
 """
 
 import torch
 
 
 def group_advantages(rewards, num_generations, *, eps=1e-4):
-    """How far each reward is above its group's mean, in standard deviations. (B,)
-    grpo.py adds: other scales, std by G, and exactly 0 where the rewards of a group are equal in float32.
-    """
+    """How far each reward is above its group's mean, in standard deviations. (B,)"""
     r = rewards.view(-1, num_generations)
     mean = torch.mean(r, 1, keepdim=True)
     std = torch.std(r, 1, keepdim=True)
@@ -27,47 +39,35 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
 
 
 def leave_one_out_advantages(rewards, num_generations):
-    """RLOO: each reward minus the mean of the others in its group. (B,)
-    scripts/variants.py adds: exactly 0 where the rewards of a group are equal in float32.
-    """
+    """RLOO: each reward minus the mean of the others in its group. (B,)"""
     r = rewards.view(-1, num_generations)
     return (r - (r.sum(1, keepdim=True) - r) / (num_generations - 1)).view(-1)
 
 
 def broadcast_advantages(advantages, completion_mask):
-    """Each token has the advantage of its answer. (B, T)
-    grpo.py adds: 0 at padding also for an advantage of NaN.
-    """
+    """Each token has the advantage of its answer. (B, T)"""
     return advantages.unsqueeze(1) * completion_mask
 
 
 def make_completion_mask(completion_ids, eos_token_ids):
-    """1 up to and including the first EOS, 0 after it. (B, T)
-    grpo.py adds: the ids may be a tensor on another device.
-    """
+    """1 up to and including the first EOS, 0 after it. (B, T)"""
     is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids)).long()
     return (is_eos.cumsum(1) - is_eos == 0).long()
 
 
 def selective_log_softmax(logits, index):
-    """log p of one token at each position, from the logits of all V. (B, T)
-    grpo.py adds: ids of any integer type.
-    """
+    """log p of one token at each position, from the logits of all V. (B, T)"""
     return torch.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_from_logits(logits):
-    """H = -Σ p·log p at each position, in nats. (B, T)
-    grpo.py adds: words of probability 0, whose logit is -inf.
-    """
+    """H = -Σ p·log p at each position, in nats. (B, T)"""
     return -(torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1)
 
 
 def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0,
                     compute_entropy=False):
-    """log π of each sampled token: the logits at position t - 1 predict token t. (B, T)
-    grpo.py adds: position ids (left padding moves nothing), invalid ids at padding, float32 for bfloat16.
-    """
+    """log π of each sampled token: the logits at position t - 1 predict token t. (B, T)"""
     ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
     logits = model(input_ids=ids, attention_mask=mask).logits
     logits = logits[:, prompt_ids.size(1) - 1 : -1] / temperature
@@ -76,9 +76,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 
 
 def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
-    """ρ = π / π_old of each token; or, as in GSPO, of each answer: the geometric mean over its tokens.
-    grpo.py adds: answers without a token, and 1 at padding.
-    """
+    """ρ = π / π_old of each token; or, as in GSPO, of each answer: the geometric mean over its tokens."""
     log_ratio = logps - old_logps
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio * completion_mask).sum(1, keepdim=True) / completion_mask.sum(1, keepdim=True)
@@ -86,31 +84,23 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
-    """ρ, limited to 1 - ε_low ... 1 + ε_high.
-    grpo.py adds nothing.
-    """
+    """ρ, limited to 1 - ε_low ... 1 + ε_high."""
     return torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2):
-    """-min(ρA, clip(ρ)A) of each token.
-    grpo.py adds: delta, a second clip where A < 0.
-    """
+    """-min(ρA, clip(ρ)A) of each token."""
     return -torch.min(ratio * advantages, clip_ratio(ratio, epsilon_low, epsilon_high) * advantages)
 
 
 def kl_estimate(logps, ref_logps):
-    """k3, an estimate of KL(π‖π_ref) at each token that is at least 0.
-    grpo.py adds: k1 and k2; k3 is never below 0 in float32 either.
-    """
+    """k3, an estimate of KL(π‖π_ref) at each token that is at least 0."""
     d = ref_logps - logps
     return torch.exp(d) - d - 1
 
 
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None):
-    """The mean of the token losses; the methods differ in its denominator. A scalar.
-    grpo.py adds: answers without a token; parts of a split batch, which add up to the whole (not bnpo).
-    """
+    """The mean of the token losses; the methods differ in its denominator. A scalar."""
     total = (per_token_loss * completion_mask).sum()
     if loss_type == "grpo":
         return ((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()
@@ -122,9 +112,7 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
 def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=None, beta=0.0, epsilon_low=0.2,
               epsilon_high=0.2, loss_type="dapo", importance_sampling_level="token", use_bias_correction_kl=False,
               max_completion_length=None):
-    """The whole loss, and what is worth watching: shares of clipped tokens, and the KL.
-    grpo.py adds: cispo, sapo, delta, splits of a batch, and epsilon_high=None for epsilon_low.
-    """
+    """The whole loss, and what is worth watching: shares of clipped tokens, and the KL."""
     old_logps = (logps if old_logps is None else old_logps).detach()
     ratio = importance_ratio(logps, old_logps, completion_mask, importance_sampling_level=importance_sampling_level)
     A = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)

@@ -30,8 +30,8 @@ LAWS = [ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"]
 TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
 NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
          if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
-OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider -m".split()
-FORMULAS = "not beyond and not errors"
+OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider".split()
+OPTIONS += ["-m", "not beyond and not errors"]
 
 
 def load(path):
@@ -41,13 +41,6 @@ def load(path):
     module = sys.modules["your_file"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def smallest_input_of(item, error):
-    """The example in Hypothesis' notes, or the row of a table, in one line."""
-    row = item.callspec.params if hasattr(item, "callspec") else {}
-    notes = getattr(error, "__notes__", None) or [f"{name}={value}, " for name, value in row.items()]
-    return re.sub(r"Failing test case: \w+\( *|,? *\)?$", "", " ".join(" ".join(notes).split()))
 
 
 def about(item):
@@ -61,10 +54,9 @@ class Laws:
     """A plugin of pytest, which puts a module in the place of grpo.py and variants.py and notes what the laws say."""
 
     def __init__(self, module):
-        self.asked, self.depth = None, 0                                # asked: the function that a law is about
+        self.module, self.asked, self.depth = module, None, 0           # asked: the function that a law is about
         self.outcomes = {name: [] for name in NAMES}                    # "same", or why a law was skipped
         self.broken = {name: [] for name in NAMES}                      # laws, and their smallest inputs
-        self.tolerance = getattr(module, "TOLERANCE", 1e-6)
         for name in NAMES:
             setattr(module, name, self.watched(name, getattr(module, name, None)))
         sys.modules["grpo"] = sys.modules["worked_examples.scripts.variants"] = module
@@ -73,73 +65,77 @@ class Laws:
     def watched(self, name, function):
         """The function, as the laws and the file itself call it: it skips a test that cannot be asked."""
         if function is None:
-            return lambda *args, **options: self.skip(name, "not there", self.depth)
+            return lambda *args, **options: self.skip(name, "not there")
         signature = inspect.signature(function)
 
         @functools.wraps(function)
         def call(*args, **options):
             __tracebackhide__ = True
-            depth = self.depth                                          # 0: a law calls, else a function of the file
             if name != self.asked and self.broken[name]:
-                self.skip(name, "differs", depth)
-            if depth == 0:
+                self.skip(name, "differs")
+            if self.depth == 0:
                 try:
                     signature.bind_partial(**options)
                 except TypeError as error:
-                    self.skip(name, str(error).replace("got an unexpected keyword", "no"), depth)
-            self.depth += 1
+                    self.skip(name, str(error).replace("got an unexpected keyword", "no"))
+            self.depth += 1                                             # 0: a law calls, else a function of the file
             try:
                 return function(*args, **options)
             except NotImplementedError as error:
                 if error.args:                                          # torch's own, for a wrong dtype
                     raise
-                self.skip(name, "not there: it raises NotImplementedError", depth)
             finally:
-                self.depth = depth
+                self.depth -= 1
+            self.skip(name, "not there: it raises NotImplementedError")
         return call
 
-    def skip(self, name, why, depth):
-        if depth > 0:
+    def skip(self, name, why):
+        if self.depth > 0:
             pytest.skip(f"waits for {name}")
         pytest.skip(why if name == self.asked else f"{name}: {why}")
 
     def pytest_collection_finish(self):
         laws = sys.modules["test_grpo"]
-        laws.TOLERANCE = self.tolerance
-        laws.MODEL_TOLERANCE = max(self.tolerance, 1e-5)                # without position ids, angles round
-
-    def pytest_runtest_setup(self, item):
-        self.asked, _ = about(item)
+        laws.TOLERANCE = getattr(self.module, "TOLERANCE", 1e-6)
+        laws.MODEL_TOLERANCE = max(laws.TOLERANCE, 1e-5)                # without position ids, angles round
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.failed:
-            self.broken[self.asked].append(f"{item.function.__doc__}; {smallest_input_of(item, call.excinfo.value)}")
+            row = item.callspec.params if hasattr(item, "callspec") else {}
+            row = ", ".join(f"{name}={value}" for name, value in row.items())
+            notes = " ".join(getattr(call.excinfo.value, "__notes__", [row]))               # Hypothesis' example
+            smallest = re.sub(r"Failing test case: \w+\( *|,? *\)$", "", " ".join(notes.split()))
+            self.broken[self.asked].append(f"{item.function.__doc__}; {smallest}")
         elif report.when == "call":
             self.outcomes[self.asked].append(call.excinfo.value.msg if report.skipped else "same")
         return report
 
-    def summary(self, name):
-        """One line for a function; empty if no law was asked of it."""
-        outcomes, broken = self.outcomes[name], self.broken[name]
-        if broken:
-            return f"differs in {len(broken)} of {len(broken) + len(outcomes)} ({broken[0]})"
-        why = sorted(set(outcomes) - {"same"})
-        waits = [reason for reason in why if reason.startswith("waits")]
-        if waits or "same" not in outcomes:
-            return ", ".join(waits or why)
-        return f"same in {outcomes.count('same')} of {len(outcomes)} ({', '.join(why)})" if why else "same"
+    def pytest_runtest_setup(self, item):
+        self.asked, _ = about(item)
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")
         for name in NAMES:
-            if self.summary(name):
-                terminalreporter.line(f"{name:30}{self.summary(name)}")
+            outcomes, broken = self.outcomes[name], self.broken[name]
+            why = sorted(set(outcomes) - {"same"})
+            waits = [reason for reason in why if reason.startswith("waits")]
+            line = ", ".join(waits or why)
+            if broken:
+                line = f"differs in {len(broken)} of {len(broken) + len(outcomes)} ({broken[0]})"
+            elif "same" in outcomes and not waits:
+                line = f"same in {outcomes.count('same')} of {len(outcomes)} ({line})" if why else "same"
+            if line:
+                terminalreporter.line(f"{name:30}{line}")
+
+
+def main(path, *options):
+    """Ask the laws; pytest's exit code."""
+    return pytest.main([*map(str, LAWS), *OPTIONS, *options], plugins=[Laws(load(path))])
 
 
 if __name__ == "__main__":
     if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
         sys.exit(__doc__)
-    plugin = Laws(load(sys.argv[1]))
-    sys.exit(pytest.main([*map(str, LAWS), *OPTIONS, FORMULAS, *sys.argv[2:]], plugins=[plugin]))
+    sys.exit(main(*sys.argv[1:]))

@@ -76,5 +76,5 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
                    ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
                    num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
     loss = asked._compute_loss(MODEL, inputs)
-    metrics = {name: values[-1] for name, values in asked._metrics["train"].items()}
+    metrics = {name: values[-1] for name, values in asked._metrics["train"].items() if name == "kl" or "clip" in name}
     return loss, {name.replace("cispo_clip_ratio", "clip_ratio/high_mean"): x for name, x in metrics.items()}

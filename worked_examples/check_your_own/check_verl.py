@@ -9,7 +9,6 @@ import types
 import torch
 from torch.nn.functional import pad
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.utils.tensordict_utils import get_tensordict
 from verl.utils.torch_functional import entropy_from_logits, get_response_mask, logprobs_from_logits
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -35,15 +34,6 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", eps=1e-
     if scale_rewards == "batch":
         raise NotImplementedError
     return outcome("grpo", rewards, num_generations, epsilon=eps, norm_adv_by_std_in_grpo=scale_rewards == "group")
-
-
-def kl_penalized_rewards(scores, logps, ref_logps, mask, *, beta):
-    last = mask.size(1) - 1 - mask.long().flip(1).argmax(1, keepdim=True)
-    token_scores = torch.zeros_like(logps).scatter(1, last, scores[:, None])
-    data = types.SimpleNamespace(batch=get_tensordict(dict(
-        response_mask=mask, token_level_scores=token_scores, old_log_probs=logps, ref_log_prob=ref_logps)))
-    data, _ = apply_kl_penalty(data, core_algos.FixedKLController(beta))
-    return data.batch["token_level_rewards"]
 
 
 def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0):

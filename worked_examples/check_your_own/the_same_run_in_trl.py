@@ -8,6 +8,7 @@ The flags are grpo.py's; those behind --trl are TRL's own, and win (--trl --resu
 they differ by more than 1e-5 (if a figure is above 1, of its size).
 """
 import copy
+import math
 import os
 import statistics
 import sys
@@ -24,27 +25,23 @@ import grpo
 def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollout_func=None, **changes):
     """grpo.py's options are TRL's, under the same names, except for those named here.
 
-    num_mini_batches is steps_per_generation / gradient_accumulation_steps in TRL, which splits the answers of a step
-    once for all its passes and, with dapo and cispo, divides each part by the mean number of tokens of a part. TRL's
-    step size changes with each update, grpo.py's with each step.
+    TRL splits the answers of a step into mini-batches once for all its passes and, with dapo and cispo, divides each
+    part by the mean number of tokens of a part. Its step size changes with each update, grpo.py's with each step.
     """
-    assert config.generation_batch_size % config.num_mini_batches == 0, "num_mini_batches: TRL's parts are equal"
-    processes = int(os.environ.get("WORLD_SIZE", 1))            # as accelerate says it
-    words, part = dict(vars(config)), config.generation_batch_size // config.num_mini_batches // processes
-    updates = config.num_iterations * words.pop("num_mini_batches")                     # in a step
-    policy_loss, loss_type = words.pop("policy_loss"), config.loss_type
+    words, loss_type = dict(vars(config)), config.loss_type
+    policy_loss, k = words.pop("policy_loss"), words.pop("num_mini_batches")
+    assert config.generation_batch_size % k == 0, "num_mini_batches: TRL's parts are equal"
     assert policy_loss == "clip" or (policy_loss, loss_type) in [("cispo", "dapo"), ("sapo", "grpo")], "not in TRL"
-    rows = max(n for n in range(1, part + 1) if part % n == 0 and n <= config.per_device_train_batch_size)
-    words |= dict(
-        loss_type=loss_type if policy_loss == "clip" else policy_loss,
-        per_device_train_batch_size=rows, gradient_accumulation_steps=part // rows,     # an update is a mini-batch
-        max_steps=config.max_steps * updates, warmup_steps=config.warmup_steps * updates,       # TRL counts updates
-        ref_model_mixup_alpha=1.0,
-        ref_model_sync_steps=config.ref_model_sync_steps * updates, save_steps=config.save_steps * updates,
-        epsilon_high=5.0 if (policy_loss, config.epsilon_high) == ("cispo", None) else config.epsilon_high,
-        save_total_limit=1, report_to="none")
+    part = config.generation_batch_size // k // int(os.environ.get("WORLD_SIZE", 1))    # processes, as accelerate says
+    rows = math.gcd(part, config.per_device_train_batch_size)
+    words |= dict(per_device_train_batch_size=rows, gradient_accumulation_steps=part // rows,
+                  loss_type=loss_type if policy_loss == "clip" else policy_loss, ref_model_mixup_alpha=1.0)
+    if (policy_loss, config.epsilon_high) == ("cispo", None):
+        words["epsilon_high"] = 5.0
+    for name in ("max_steps", "warmup_steps", "ref_model_sync_steps", "save_steps"):
+        words[name] *= config.num_iterations * k                # TRL counts updates
     parser = trl.TrlParser(trl.GRPOConfig, allow_abbrev=False)
-    parser.set_defaults(logging_steps=1, disable_dropout=True, **words | changes)
+    parser.set_defaults(**words, logging_steps=1, save_total_limit=1, report_to="none", disable_dropout=True, **changes)
     (args,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     dataset = datasets.Dataset.from_list(dataset * (1 + args.generation_batch_size // len(dataset)))  # fills a batch
     return trl.GRPOTrainer(policy, reward_funcs, args, dataset, processing_class=tokenizer, rollout_func=rollout_func)
@@ -59,9 +56,8 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 
     def rollout_func(prompts, trainer):
         r = rollouts.pop(0)
-        pairs = {"prompt_ids": (r.prompt_ids, r.prompt_mask), "completion_ids": (r.completion_ids, r.completion_mask)}
-        real = {name: [row[m != 0].tolist() for row, m in zip(ids, mask)] for name, (ids, mask) in pairs.items()}
-        return real | {"logprobs": None}
+        return {"prompt_ids": [ids[m == 1].tolist() for ids, m in zip(r.prompt_ids, r.prompt_mask)], "logprobs": None,
+                "completion_ids": [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]}
 
     trainer = make_trainer(policy, tokenizer, prompts, reward_funcs, config, flags, rollout_func, shuffle_dataset=False)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(   # grpo.py's step size, instead of TRL's

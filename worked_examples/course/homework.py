@@ -22,79 +22,74 @@ import re
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import grpo
+from worked_examples.check_your_own import check
+from worked_examples.scripts import variants
+
 GRPO, VARIANTS = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
 COURSE = Path(__file__).with_name("README.md")
 
 
-# The new file ---------------------------------------------------------------------------------------------------------
+def functions(path):
+    """{name: syntax tree} of the functions of a file; of grpo.py those up to §8, the maths."""
+    maths = Path(path).read_text(encoding="utf-8").partition("\n# §9 ")[0]
+    return {node.name: node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)}
+
 
 def exercises(path):
-    """{name: syntax tree} of the functions with a docstring; in grpo.py up to §8, the maths."""
-    maths = path.read_text(encoding="utf-8").partition("\n# §9 ")[0]
-    functions = [node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: node for node in functions if ast.get_docstring(node)}
+    """Those with a docstring."""
+    return {name: node for name, node in functions(path).items() if ast.get_docstring(node)}
+
+
+def written(path):
+    """The names of those that have a body."""
+    return [name for name, node in functions(path).items() if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
 
 
 def emptied(path):
-    """The lines of a file, in which the exercises have no body."""
+    """The text of a file, in which the exercises have no body."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for function in reversed(exercises(path).values()):                 # from the end: line numbers stay valid
         lines[function.body[0].end_lineno:function.end_lineno] = ["    raise NotImplementedError"]
-    return lines
+    return "\n".join(lines)
 
 
 def new(path):
-    """Write the file for the student."""
-    notation = re.search("^Notation.*?(?=\n\n)", GRPO.read_text(encoding="utf-8"), re.S | re.M)[0]
+    """Write the file for the student: this docstring, the notation, the rungs without answers; the exercises."""
+    notation = re.search("^Notation.*?(?=\n\n)", grpo.__doc__, re.S | re.M)[0]
     rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE.read_text(encoding="utf-8"), re.S | re.M)[0]
-    rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)     # their answers
-    maths = re.search("^# §1 .*?(?=^# §9 )", "\n".join(emptied(GRPO)), re.S | re.M)[0]
-    further = "\n".join(emptied(VARIANTS)).partition("\nimport grpo\n")[2]
-    usage = __doc__.partition("\n\n")[2].rstrip()
-    head = "\n\n".join(["My GRPO.", usage, notation, rungs])
-    imports = "import math\nimport re\n\nimport torch\n\n"
-    text = f'r"""{head}\n"""\n\n{imports}{maths}# Further exercises {"-" * 87}\n{further}\n'
+    rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)
+    head = "\n\n".join(["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, rungs])
+    maths = re.search("^# §1 .*?(?=^# §9 )", emptied(GRPO), re.S | re.M)[0]
+    further = emptied(VARIANTS).partition("\nimport grpo\n")[2]
+    text = f'r"""{head}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}# Further exercises\n{further}\n'
     Path(path).write_text(text, encoding="utf-8")
 
 
-# A student's file -----------------------------------------------------------------------------------------------------
-
-def written(path):
-    """The names of the functions of a file that have a body."""
-    functions = [node for node in ast.parse(Path(path).read_text(encoding="utf-8")).body
-                 if isinstance(node, ast.FunctionDef)]
-    return [node.name for node in functions if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
-
-
-def put(path):
-    """Put a student's functions into grpo, and grpo's into the student's file where one is not written."""
-    import grpo
-    from worked_examples.check_your_own import check
-    mine, names = check.load(path), list(exercises(GRPO))
-    yours = [name for name in names if name in written(path)]
-    for name in names:
-        source, target = (mine, grpo) if name in yours else (grpo, mine)
-        setattr(target, name, getattr(source, name))
-    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
+def put(mine, names):
+    """Put these functions of a student's file into grpo.py and variants.py, and the others of those into the file."""
+    for module in (grpo, variants):
+        for name in set(check.NAMES) & set(vars(module)):
+            source, target = (mine, module) if name in names else (module, mine)
+            setattr(target, name, getattr(source, name))
 
 
-def table(seed, rounds=40):
+def table(seed):
     """GRPO on logits that are a table: for 4 questions, at 10 places, 8 words, of which 0 ends the answer.
 
     Question k wants word k + 1. An answer of n words earns r = 2 - n/10, and 1 more if the word is in it.
     Yields of each round: mean reward, mean length, the loss before its 4 updates, the clipped share in the 1st and 4th.
     """
-    import torch
-
-    import grpo
     torch.manual_seed(seed)
     logits = torch.zeros(4, 10, 8)
     logits[:, :, 0] = -2.0                                              # it rarely stops,
     logits[:, 0, 0] = -100.0                                            # and not at once
     optimizer = torch.optim.SGD([logits.requires_grad_()], lr=50.0)
-    for _ in range(rounds):
+    for _ in range(40):
         p = logits.detach().softmax(-1).repeat_interleave(16, 0)                                      # (64, 10, 8)
         ids = torch.multinomial(p.flatten(0, 1), 1).view(64, 10)
         answers = [row[:row.index(0) + 1] if 0 in row else row for row in ids.tolist()]
@@ -115,11 +110,11 @@ def table(seed, rounds=40):
 
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
-    import torch
-
-    import grpo
     torch.set_num_threads(1)                                            # for so little work more would wait
-    put(path)
+    names = list(exercises(GRPO))
+    yours = [name for name in names if name in written(path)]
+    put(check.load(path), yours)
+    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
     if flags:
         return grpo.main(flags)
     print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th")
@@ -133,26 +128,23 @@ def run(path, flags):
 
 def main(argv):
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="FILE", nargs="?")
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("-k", metavar="WORD", default="")
     parser.add_argument("--json", metavar="FILE")
-    is_run = bool(argv) and not argv[0].startswith("-")
-    options = parser.parse_args([] if is_run else argv)
-    path = argv[0] if is_run else options.grade
-    if path and not Path(path).is_file():
-        parser.exit(2, f"homework.py: error: there is no file {path}\n")
-    if options.new and Path(options.new).exists():
-        parser.exit(2, f"homework.py: error: {options.new} is there already\n")
-    if is_run:
-        return run(path, argv[1:])
-    if path:
-        from worked_examples.course import grading
-        return grading.grade(path, options.k, options.json)
-    if not options.new:
+    options, flags = parser.parse_known_args(argv)                      # the flags are grpo.py's
+    path = options.run or options.grade or options.new
+    if not path or flags and not options.run:
         parser.exit(2, parser.format_usage())
-    new(options.new)
-    return 0
+    if Path(path).is_file() == (path == options.new):
+        parser.exit(2, f"homework.py: error: {path} is {'there already' if options.new else 'not there'}\n")
+    if options.run:
+        return run(path, flags)
+    if options.new:
+        return new(path)
+    from worked_examples.course import grading
+    return grading.grade(path, options.k, options.json)
 
 
 if __name__ == "__main__":

@@ -17,62 +17,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import matplotlib
 import numpy
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 import grpo
 from worked_examples.scripts import look_at_a_group
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 # Blue and orange differ for colour-blind readers, too.
-LIGHT = dict(paper="#ffffff", ink="#1b1f24", grey="#59636e", blue="#1668b8", orange="#c25700", pale="#e8ebee")
-DARK = dict(paper="#0d1117", ink="#e8eaed", grey="#a9b1ba", blue="#5aa7ee", orange="#f0883e", pale="#262c34")
-PLACES = {"paper": ("figure.facecolor", "axes.facecolor", "savefig.facecolor"),
-          "ink": ("text.color", "axes.labelcolor", "axes.titlecolor"),
+COLOURS = {
+    "": dict(paper="#ffffff", ink="#1b1f24", grey="#59636e", blue="#1668b8", orange="#c25700", pale="#e8ebee"),
+    "_dark": dict(paper="#0d1117", ink="#e8eaed", grey="#a9b1ba", blue="#5aa7ee", orange="#f0883e", pale="#262c34")}
+PLACES = {"paper": ("figure.facecolor", "axes.facecolor"), "ink": ("text.color", "axes.labelcolor"),
           "grey": ("axes.edgecolor", "xtick.color", "ytick.color")}
 STYLE = {"figure.figsize": (7.0, 2.9), "figure.constrained_layout.use": True, "font.size": 10, "axes.titlesize": 10.5,
-         "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+         "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+         "legend.frameon": False, "legend.fontsize": 8}
 
 
 def draw_all():
-    for name, draw in DRAWINGS.items():
-        for colours, suffix in (LIGHT, "_light" if name == "grpo" else ""), (DARK, "_dark"):
-            plt.rcParams.update(STYLE)
-            for colour, settings in PLACES.items():
-                plt.rcParams.update(dict.fromkeys(settings, colours[colour]))
-            save(draw(**colours), f"{name}{suffix}.png")
-
-
-def save(figure, name):
-    figure.savefig(PICTURES / name, dpi=200, metadata={"Software": None})
-    plt.close(figure)
-    few_colours = Image.open(PICTURES / name).convert("RGB").quantize(200, dither=Image.Dither.NONE)
-    few_colours.save(PICTURES / name, optimize=True)
+    for (name, draw), (suffix, colours) in itertools.product(DRAWINGS.items(), COLOURS.items()):
+        matplotlib.rcParams.update(STYLE)
+        for colour, settings in PLACES.items():
+            matplotlib.rcParams.update(dict.fromkeys(settings, colours[colour]))
+        path = PICTURES / f"{name}{suffix}.png"
+        draw(**colours).savefig(path, dpi=200)
+        few_colours = Image.open(path).convert("RGB").quantize(200, dither=Image.Dither.NONE)
+        few_colours.save(path, optimize=True)
 
 
 def csv(name):
     return numpy.genfromtxt(PICTURES / name, delimiter=",", names=True, deletechars="", dtype=None, encoding="utf-8")
 
 
-def group_of_the_page():
-    page = (PICTURES / "group.html").read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
-
-
-def signed(A, digits):
-    return f"{'▲' if A > 0 else '▼'} {A:+.{digits}f}".replace("-", "−")
-
-
 # The pictures: a function for each, whose arguments are colours -------------------------------------------------------
 
-def method_in_one_picture(paper, ink, grey, blue, orange, **_):
+def method_in_one_picture(paper, grey, blue, orange, **_):
     """README: eight answers with rewards and advantages, and the probabilities at their fork over the demo's steps."""
-    data = group_of_the_page()
+    page = (PICTURES / "group.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="group">(.*?)</script>', page, re.S)[1])
     fork, run = data["forks"][0], data["whole_run"]
     beginning = "".join(fork["prefix"])                                 # what all answers share
-    figure = plt.figure(figsize=(8.3, 3.4), layout="none")
+    figure = Figure(figsize=(8.3, 3.4), layout="none")
     left, right = figure.add_axes((0.01, 0, 0.66, 1)), figure.add_axes((0.755, 0.165, 0.225, 0.645))
     left.set(xlim=(0, 100), ylim=(13, 0))
     left.axis("off")
@@ -84,23 +71,23 @@ def method_in_one_picture(paper, ink, grey, blue, orange, **_):
     for y, i in enumerate(best_first, 3):
         text, A = data["answers"][i]["text"], data["advantages"][i]
         colour, width = blue if A > 0 else orange, 1.6                  # of a character, in hundredths of the panel
-        left.add_patch(plt.Rectangle((width * len(beginning) - 0.15, y - 0.44), width + 0.3, 0.88, color=colour, lw=0))
+        left.add_patch(Rectangle((width * len(beginning) - 0.15, y - 0.44), width + 0.3, 0.88, color=colour, lw=0))
         for k, character in enumerate(text):
             style = dict(color=paper, weight="bold") if k == len(beginning) else dict(color=grey)
             left.text(width * (k + 0.5), y, character, ha="center", va="center", family="monospace", size=10.5, **style)
         form, is_right = (data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward"))
         left.text(56, y, f"{data['rewards'][i]:g} = {form:g} + {is_right:g}", va="center", color=colour)
-        left.text(85.5, y, signed(A, 2), va="center", color=colour)
+        left.text(85.5, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", va="center", color=colour)
     left.text(0, 11.4, "2  Push each token up (▲) or down (▼)", **bold)
     left.text(0, 12.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
               "they cancel (dapo).", **small)
     probabilities = 100 * numpy.array(run["probabilities"])
     steps = len(probabilities) - 1
     for k, (colour, y, verdict) in enumerate(((blue, 80, "carry, right"), (orange, 20, "no carry, wrong"))):
-        first, last = (f"{p:.1f}%" if p >= 0.1 else "< 0.1%" for p in probabilities[[0, -1], k])
+        first, last = probabilities[[0, -1], k]
         right.plot(probabilities[:, k], color=colour, lw=2.5)
-        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}):\n{first} → {last}", color=colour, ha="right",
-                   va="center", size=9.5)
+        right.text(0.98 * steps, y, f"{run['words'][k]} ({verdict}):\n{first:.1f}% → {last:.1f}%", color=colour,
+                   ha="right", va="center", size=9.5)
     right.set(xlim=(0, steps), ylim=(-2, 102), yticks=[0, 50, 100], yticklabels=["0", "50", "100%"],
               xticks=[0, steps // 2, steps], xlabel="step of the demo")
     figure.text(0.705, 0.944, "3  Repeat: the carry wins", **bold | {"size": 10.5})
@@ -108,43 +95,42 @@ def method_in_one_picture(paper, ink, grey, blue, orange, **_):
     return figure
 
 
-def one_page(ink, grey, blue, orange, pale, **_):
+def one_page(grey, blue, orange, pale, **_):
     """Page 0: four answers to 7+5=, and one update of the logits of three words."""
-    words, samples, scores, advantages = ["12", "11", "13"], [0, 1, 0, 2], [1, 0, 1, 0], [0.5, -0.5, 0.5, -0.5]
-    step = torch.tensor([2 * 0.5, -0.5, -0.5]) / 4                      # minus the gradient at three equal logits
-    before, after = ((100 * logits.softmax(0)).tolist() for logits in (torch.zeros(3), step))
-    figure, (left, right) = plt.subplots(1, 2, width_ratios=(1.15, 1))
+    after = torch.tensor([0.25, -0.125, -0.125]).softmax(0).tolist()    # minus the gradient at three equal logits
+    figure = Figure()
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     left.set(xlim=(0, 10), ylim=(4.1, -0.9), title="Four answers, scored")
     left.axis("off")
     left.text(0, -0.45, "7+5=", family="monospace", weight="bold", size=12)
     left.text(3.9, -0.45, "score", color=grey)
     left.text(6.2, -0.45, "minus the mean", color=grey)
-    for y, (k, score, A) in enumerate(zip(samples, scores, advantages)):
-        style = dict(size=12, va="center", color=blue if A > 0 else orange)
-        left.add_patch(plt.Rectangle((0, y + 0.08), 3.0, 0.84, fill=False, ec=style["color"], lw=1.8))
-        left.text(1.5, y + 0.5, words[k], family="monospace", ha="center", **style)
-        left.text(4.4, y + 0.5, f"{score:g}", ha="center", **style)
-        left.text(6.2, y + 0.5, signed(A, 1), **style)
-    for k in range(3):
-        colour = blue if after[k] > before[k] else orange
-        right.bar(k - 0.2, before[k], 0.36, color=pale, ec=grey, lw=0.8)
-        right.bar(k + 0.2, after[k], 0.36, color=colour)
-        right.text(k - 0.2, before[k] + 1, f"{before[k]:.0f}%", ha="center", color=grey)
-        right.text(k + 0.2, after[k] + 1, f"{after[k]:.0f}%", ha="center", color=colour, weight="bold")
-    right.set(xticks=range(3), xticklabels=words, yticks=[], ylim=(0, 52), title="One update: before, after")
+    for y, (word, score) in enumerate((("12", 1), ("11", 0), ("12", 1), ("13", 0))):
+        style = dict(size=12, va="center", color=blue if score else orange)
+        left.add_patch(Rectangle((0, y + 0.08), 3.0, 0.84, fill=False, ec=style["color"], lw=1.8))
+        left.text(1.5, y + 0.5, word, family="monospace", ha="center", **style)
+        left.text(4.4, y + 0.5, f"{score}", ha="center", **style)
+        left.text(6.2, y + 0.5, "▲ +0.5" if score else "▼ −0.5", **style)
+    for k, colour in enumerate((blue, orange, orange)):
+        before = right.bar(k - 0.2, 100 / 3, 0.36, color=pale, ec=grey, lw=0.8)
+        right.bar_label(before, fmt="%.0f%%", padding=1, color=grey)
+        updated = right.bar(k + 0.2, 100 * after[k], 0.36, color=colour)
+        right.bar_label(updated, fmt="%.0f%%", padding=1, color=colour, weight="bold")
+    right.set(xticks=range(3), xticklabels=["12", "11", "13"], yticks=[], ylim=(0, 52),
+              title="One update: before, after")
     right.spines["left"].set_visible(False)
     return figure
 
 
 def clipping(ink, grey, blue, pale, **_):
     """Page 3: the loss of one token over its ratio."""
-    ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64).unsqueeze(0)
-    figure, axes = plt.subplots(1, 2)
-    for axis, A in (axes[0], 1.0), (axes[1], -1.0):
+    ratio = torch.linspace(0, 3.5, 701, dtype=torch.float64)
+    figure = Figure()
+    axes = figure.subplots(1, 2)
+    for axis, A in zip(axes, (1.0, -1.0)):
         axis.axvspan(0.8, 1.2, color=pale, lw=0)
-        axis.plot(ratio[0], -ratio[0] * A, ":", color=grey, lw=1.5)
-        loss = grpo.clipped_surrogate_loss(ratio, torch.full_like(ratio, A))
-        axis.plot(ratio[0], loss[0], color=blue, lw=2.5)
+        axis.plot(ratio, -ratio * A, ":", color=grey, lw=1.5)
+        axis.plot(ratio, grpo.clipped_surrogate_loss(ratio, torch.full_like(ratio, A)), color=blue, lw=2.5)
         axis.plot([1], [-A], "o", color=ink, ms=5)
         axis.text(1.12, -A, "ρ = 1:\non-policy", size=8.5, va="top" if A < 0 else "bottom")
         axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token", xlim=(0, 3.6))
@@ -160,103 +146,76 @@ def clipping(ink, grey, blue, pale, **_):
 def real_model(ink, blue, orange, **_):
     """Page 7: real_model.csv."""
     lines = csv("real_model.csv")
-    figure, panels = plt.subplots(1, 3, figsize=(9.4, 2.9))
-    drawn = (("Three seeds learn", "reward", ("seed 42", "seed 43", "seed 44")),
-             ("Three learning rates", "reward", ("rate 1e-6", "seed 42", "rate 1e-4")),
-             ("Counting a word is hacked", "mentions", ("hacked", "mended")))
-    for panel, (title, metric, runs) in zip(panels, drawn):
+    figure = Figure()
+    drawn = (("Three seeds learn", "reward", "right answers of a step", ("seed 42", "seed 43", "seed 44")),
+             ("Counting a word is hacked", "mentions", "mentions of the topic", ("hacked", "mended")))
+    for panel, (title, metric, label, runs) in zip(figure.subplots(1, 2), drawn):
         for run, colour in zip(runs, (blue, orange, ink)):
             values = lines[metric][lines["run"] == run]
             smooth = [values[max(0, i - 2):i + 1].mean() for i in range(len(values))]      # a step has four prompts
-            label = "rate 1e-5" if title.endswith("rates") and run == "seed 42" else run
-            panel.plot(range(1, len(smooth) + 1), smooth, color=colour, lw=2, label=label)
-        panel.set(xlabel="step", ylim=(0, None), title=title)
-        panel.legend(frameon=False, fontsize=8, loc="upper left")
-    panels[0].set_ylabel("right answers of a step")
-    panels[2].set_ylabel("mentions of the topic")
+            panel.plot(range(1, len(smooth) + 1), smooth, color=colour, lw=2, label=run)
+        panel.set(xlabel="step", ylabel=label, ylim=(0, None), title=title)
+        panel.legend()
     return figure
 
 
-def good_run(ink, grey, blue, orange, **_):
-    """Page 11: the demo with ten seeds."""
-    runs = csv("tiny_seeds.csv")
-    steps = int(runs["step"].max())
-    figure, panels = plt.subplots(1, 3, figsize=(9.4, 2.9))
-    drawn = (("rewards/accuracy_reward/mean", blue, "share of a step's answers", "Right answers rise"),
-             ("entropy", ink, "nats per token", "Entropy peaks while it learns"),
-             ("frac_reward_zero_std", orange, "groups with equal rewards", "Silent groups dip, then rise"))
-    for panel, (name, colour, label, title) in zip(panels, drawn):
-        values = runs[name].reshape(-1, steps)                          # a row for each seed
-        panel.plot(range(1, steps + 1), values.T, color=colour, lw=0.6, alpha=0.3)
-        panel.plot(range(1, steps + 1), values.mean(0), color=colour, lw=2.5)
-        panel.set(xlabel="step", ylabel=label, title=title, xlim=(0, steps), ylim=(0, None))
-    panels[0].text(0.97 * steps, 0.06, "thin: a seed, thick: the mean of ten", ha="right", size=8, color=grey)
-    return figure
-
-
-def collapse(ink, grey, blue, orange, **_):
-    """Page 11: collapsed_run.csv."""
-    run = csv("collapsed_run.csv")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3))
-    for panel, metric, colour, label in (
-            (left, "rewards/accuracy_reward/mean", blue, "right answers"),
-            (left, "rewards/think_format_reward/mean", ink, "well-formed"),
-            (left, "frac_reward_zero_std", orange, "silent groups"),
-            (right, "entropy", ink, "entropy (nats)"),
-            (right, "completions/clipped_ratio", grey, "cut off"),
-            (right, "loss", orange, "loss")):
-        panel.plot(run["step"], run[metric], color=colour, lw=1.6, label=label)
-    left.set(xlabel="step", xlim=(0, run["step"][-1]), title="Too fast: hardly an answer is right")
-    right.set(xlabel="step", xlim=(0, run["step"][-1]), title="Entropy shows it, the loss does not")
-    left.legend(frameon=False, fontsize=9, loc="center right")
-    right.legend(frameon=False, fontsize=9, loc="upper left")
+def two_runs(blue, orange, **_):
+    """Page 11: the demo with ten seeds, and the collapse."""
+    good, collapse = csv("tiny_seeds.csv"), csv("collapsed_run.csv")
+    step, form = collapse["step"], collapse["rewards/think_format_reward/mean"]
+    figure = Figure(figsize=(9.4, 3.1))
+    panels = figure.subplots(1, 3)
+    drawn = (("Right answers", "rewards/accuracy_reward/mean"), ("Entropy (nats, log scale)", "entropy"),
+             ("Silent groups", "frac_reward_zero_std"))
+    for panel, (title, metric) in zip(panels, drawn):
+        seeds = good[metric].reshape(-1, len(step)).T                   # a column for each seed
+        panel.plot(step, seeds, color=blue, lw=0.6, alpha=0.3)
+        panel.plot(step, seeds.mean(1), color=blue, lw=2.5, label="the demo: ten seeds, their mean")
+        panel.plot(step, collapse[metric], color=orange, lw=2, label="learning rate × 10")
+        panel.set(xlabel="step", title=title, xlim=(0, len(step)))
+    panels[0].plot(step, form, ":", color=orange, lw=1.5, label="learning rate × 10: well-formed")
+    panels[0].legend(loc="center right")
+    panels[1].set(yscale="log", yticks=[0.01, 0.1], yticklabels=["0.01", "0.1"])
     return figure
 
 
 DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": clipping, "real_model": real_model,
-            "curve": good_run, "collapse": collapse}
+            "two_runs": two_runs}
 
 
 # The runs -------------------------------------------------------------------------------------------------------------
 
+RUNS = {"tiny_run": [""], "collapsed_run": ["--learning_rate 3e-3"],
+        "tiny_seeds": [f"--seed {seed}" for seed in range(10)]}
 METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
-           "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "loss"]
+           "entropy", "grad_norm", "loss"]
 
 
-def demo(*flags):
+def demo(flags):
     """The demo's policy after its cold start, and its steps."""
-    config, options, _ = grpo.parse_options(["--model", "tiny", *flags])
+    config, options, _ = grpo.parse_options(["--model", "tiny", *flags.split()])
     problems, _, policy, tokenizer = grpo.load_job(config, options)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     return policy, grpo.train(policy, tokenizer, problems, reward_funcs, config)
 
 
-def write_csv(name, lines, metrics):
-    rows = [",".join(f"{line[metric]:.5g}" for metric in metrics) for line in lines]
-    (PICTURES / name).write_text("\n".join([",".join(metrics), *rows]) + "\n")
-
-
 def run_all():
-    """Ten seeds, the collapse, the good run; group.html: look_at_a_group.py's page, and its first fork in that run."""
+    """The csv files; group.html: look_at_a_group.py's page, and the carry at its first fork in a whole run."""
     torch.set_num_threads(1)
-    seeds = [metrics for seed in range(10) for _, _, metrics in demo("--seed", str(seed))[1]]
-    write_csv("tiny_seeds.csv", seeds, ["step", "rewards/accuracy_reward/mean", "frac_reward_zero_std", "entropy"])
-    write_csv("collapsed_run.csv", [metrics for _, _, metrics in demo("--learning_rate", "3e-3")[1]], METRICS)
-    _, config, job = look_at_a_group.load(["--html", "group.html"])
-    seen = look_at_a_group.update_on_one_group(*job, config)
-    data = look_at_a_group.group_data(seen)
-    beginning, pulls = next(iter(seen.forks.items()))
-    tokens = [max(pulls, key=pulls.get), min(pulls, key=pulls.get)]     # the right and the wrong one
-    policy, steps = demo()
-    lines, probabilities = [], []
-    for step in itertools.chain([None], steps):                         # before the first step, and after each
-        probs = look_at_a_group.next_token_probs(policy, seen.rollout, beginning, config)
-        probabilities.append([float(f"{p:.7g}") for p in probs[tokens].tolist()])
-        lines += [step[2]] if step else []
-    write_csv("tiny_run.csv", lines, METRICS)
-    data["whole_run"] = {"words": [look_at_a_group.word(token, seen.tokenizer) for token in tokens],
-                         "probabilities": probabilities}
+    for name, runs in RUNS.items():
+        table = [[metrics[metric] for metric in METRICS] for flags in runs for _, _, metrics in demo(flags)[1]]
+        numpy.savetxt(PICTURES / f"{name}.csv", table, "%.5g", ",", header=",".join(METRICS), comments="")
+    _, job = look_at_a_group.load(["--html", "group.html"])
+    data, carries, (policy, steps) = look_at_a_group.group_data(*job), ["1", "0"], demo("")
+    prompt, prefix, tokens = map(grpo.tiny_tokenizer().convert_tokens_to_ids,
+                                 ([*data["prompt"]], data["forks"][0]["prefix"], carries))
+
+    def probabilities():
+        probs = look_at_a_group.next_token_probs(policy, torch.tensor(prompt), prefix, grpo.GRPOConfig())
+        return probs[tokens].tolist()
+
+    data["whole_run"] = {"words": carries, "probabilities": [probabilities(), *(probabilities() for _ in steps)]}
     (PICTURES / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
 
 

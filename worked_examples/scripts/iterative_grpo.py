@@ -7,10 +7,9 @@ true accuracy) prefers one. r_φ is a language model that begins as the policy. 
 answer: DPO's reward (arXiv:2305.18290) without its reference.
 
 The last line is "true accuracy: A -> B" on held-out problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one
-to two minutes on one core.
+to two minutes on one core. The flags are those of grpo.py; an outer iteration has --ref_model_sync_steps steps.
 """
 
-import argparse
 import copy
 import dataclasses
 import sys
@@ -18,18 +17,13 @@ from pathlib import Path
 
 import numpy
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
-
-def bradley_terry_loss(chosen, rejected):
-    """L = mean of -log σ(r_chosen - r_rejected); σ: the probability that the better answer is preferred.
-
-    Source: Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1. Takes scores (N,) and (N,).
-    """
-    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+# "batch": r_φ's noise in a group of like answers stays small
+FLAGS = """--model tiny --scale_rewards batch --beta 0.1 --sync_ref_model true --ref_model_sync_steps 10
+    --generation_batch_size 256""".split()
 
 
 class RewardModel:
@@ -51,14 +45,18 @@ class RewardModel:
         return self.score(prompts, completions).tolist()
 
     def learn(self, pairs, earlier, updates, size=64):
-        """The last line: minimise the loss on new pairs, with a replay of 10% of earlier ones."""
-        for _ in tqdm(range(updates if pairs and earlier else 0), "reward model", leave=False):
+        """Algorithm 1, line 12: learn from new pairs, with a replay of 10% of earlier ones.
+
+        L = mean of -log σ(r_better - r_worse); σ(…): the probability that the better answer is preferred. Source:
+        Bradley and Terry 1952; Ouyang et al. (arXiv:2203.02155) eq. 1.
+        """
+        for _ in range(updates):
             batch = [pairs[i] for i in self.rng.integers(len(pairs), size=size - size // 10)]
             batch += [earlier[i] for i in self.rng.integers(len(earlier), size=size // 10)]
             questions, better, worse = zip(*batch)
             chosen, rejected = self.score(questions + questions, better + worse).split(size)
             self.optimizer.zero_grad()
-            bradley_terry_loss(chosen, rejected).backward()
+            (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
             self.optimizer.step()
 
 
@@ -75,13 +73,8 @@ def ranked_pairs(rollout, G):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    for name, default in dict(seed=0, max_steps=60, iteration_steps=10, first_batches=40, updates=30).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    config = grpo.GRPOConfig(**grpo.TINY | dict(          # "batch": r_φ's noise in a group of like answers stays small
-        scale_rewards="batch", beta=0.1, sync_ref_model=True, ref_model_sync_steps=options.iteration_steps,
-        generation_batch_size=256, max_steps=options.max_steps, seed=options.seed))
+    config, *_ = grpo.parse_options([*FLAGS, *sys.argv[1:]])
+    G, M = config.num_generations, config.ref_model_sync_steps
     torch.set_num_threads(1)                              # for so small a model, more would wait
     policy, tokenizer = grpo.load_model("tiny", config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)
@@ -90,19 +83,18 @@ def main():
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
     hotter = dataclasses.replace(config, temperature=1.5)     # at 1 most mistakes are one: the carry that is forgotten
-    for step in range(config.max_steps, config.max_steps + options.first_batches):        # samples of no step to come
+    for step in range(config.max_steps, config.max_steps + 4 * M):                        # samples of no step to come
         rng = grpo.step_rng(config, step)
         examples = grpo.sample_batch(problems, config, rng)
-        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, examples, hotter, rng), config.num_generations)
-    reward_model.learn(earlier, earlier, 3 * options.updates)
-    steps = grpo.train(policy, tokenizer, problems, [reward_model], config)
-    for state, rollout, _ in tqdm(steps, "iterative GRPO", total=config.max_steps):
-        pairs += ranked_pairs(rollout, config.num_generations)
-        if state.step % config.ref_model_sync_steps == 0 and pairs:                       # an outer iteration ends
+        earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, examples, hotter, rng), G)
+    reward_model.learn(earlier, earlier, 9 * M)
+    for state, rollout, _ in grpo.train(policy, tokenizer, problems, [reward_model], config):
+        pairs += ranked_pairs(rollout, G)
+        if state.step % M == 0 and pairs:                                                 # an outer iteration ends
             questions, better, worse = zip(*pairs)
             agree = numpy.greater(reward_model(questions, better), reward_model(questions, worse)).sum()
-            tqdm.write(f"step {state.step}: r_φ ranks {agree} of {len(pairs)} new pairs as the judge does")
-            reward_model.learn(pairs, earlier, options.updates)
+            print(f"step {state.step}: r_φ ranks {agree} of {len(pairs)} new pairs as the judge does")
+            reward_model.learn(pairs, earlier, 3 * M)
             earlier, pairs = earlier + pairs, []
     print("after:")
     after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)

@@ -12,10 +12,9 @@ and after each of ten updates.
 import argparse
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
@@ -35,7 +34,7 @@ METHODS = {                                                             # option
 
 
 def load(argv):
-    """The page's file, the config, and policy, tokenizer, dataset, reward functions and what is asked of a group."""
+    """The page's file, and what group_data takes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
@@ -43,124 +42,110 @@ def load(argv):
     config, options, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
     if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
         config = replace(config, epsilon_high=0.28 if config.loss_type == "dapo" else config.epsilon)
-    policy, tokenizer = grpo.load_model(options.model, config.seed)
-    wanted = lambda rollout: True
+    dataset, _, policy, tokenizer = grpo.load_job(config, options)
     if options.model == "tiny":
         torch.set_num_threads(1)                                        # for so small a model, more would wait
-        problems, _ = grpo.tiny_problems(config.seed)
-        grpo.cold_start(policy, tokenizer, problems, config.seed)
-        length = lambda row, forgets: len(grpo.teacher_trace(row["prompt"], forgets))
-        dataset = [row for row in problems if length(row, False) > length(row, True)]          # the carry adds a digit
-        wanted = lambda rollout: sorted(Counter(rollout.completions).values()) == 2 * [config.num_generations / 2]
-    else:
-        dataset = grpo.load_dataset(options.dataset)
+        grpo.cold_start(policy, tokenizer, dataset, config.seed)
+        dataset = [row for row in dataset                               # the carry adds a digit
+                   if len({len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)}) == 2]
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
-    return own.html, config, (policy, tokenizer, dataset, reward_funcs, wanted)
+    return own.html, (policy, tokenizer, dataset, reward_funcs, config, options.model == "tiny")
 
 
-def find_group(policy, tokenizer, dataset, reward_funcs, wanted, config):
-    """The first of 400 samples that has unequal rewards and is wanted, else the last, with rewards and advantages."""
+def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
+    """The first of 400 samples with unequal rewards, in_halves: of two texts alike often; else the last one."""
     for step in range(400):
         rng = grpo.step_rng(config, step)
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
         rewards_per_func = grpo.compute_rewards(reward_funcs, rollout)
         advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
-        if advantages.any() and wanted(rollout):
+        texts = rollout.completions
+        if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
             break
     return rollout, rewards_per_func, advantages
 
 
 def find_forks(answers, advantages):
     """The beginnings after which answers differ, the largest pushes first -> the next tokens -> their ΣA."""
-    pulls = {}
+    pulls = defaultdict(Counter)
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):
-            after = pulls.setdefault(tuple(ids[:t]), {})
-            after[token] = after.get(token, 0.0) + A
-    forks = {beginning: after for beginning, after in pulls.items() if len(after) > 1}
-    return dict(sorted(forks.items(), key=lambda fork: -sum(map(abs, fork[1].values()))))
+            pulls[tuple(ids[:t])][token] += A
+    forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
+    return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
 
 
-def next_token_probs(policy, rollout, beginning, config):
+def next_token_probs(policy, question, beginning, config):
     """What the policy says after the question and the beginning of an answer: (V,)."""
-    question = rollout.prompt_ids[0][rollout.prompt_mask[0] == 1]
     ids = torch.cat([question, question.new_tensor(beginning)]).unsqueeze(0)
     with torch.no_grad():
         logits = policy(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
     return (logits.float() / config.temperature).softmax(0)
 
 
-def update_on_one_group(policy, tokenizer, dataset, reward_funcs, wanted, config):
-    """All that the page shows of a group; log-probs and the forks' probabilities after 0, 1, ... updates on it."""
+def pushes(logps, old_logps, advantages, mask, options):
+    """−∂loss/∂log π of each token, (B, T): a positive one pushes the token up."""
+    logps = logps.double().requires_grad_()
+    loss, _ = grpo.grpo_loss(logps, advantages.double(), mask, old_logps=old_logps.double(), **options)
+    return 0.0 - torch.autograd.grad(loss, logps)[0]                    # where it is 0: 0, not −0
+
+
+def names_of(tokens, tokenizer):
+    """The page knows a token by its text, or by text[id] if the text is empty or another token's."""
+    names = {}
+    for token in sorted(tokens):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        names[token] = text if text and text not in names.values() else f"{text}[{token}]"
+    return names
+
+
+def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False):
+    """All numbers of the page, as JSON has them: a group, and what 0, 1, ... updates on it alone change."""
     config = replace(config, generation_batch_size=config.num_generations)
-    rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, wanted, config)
+    rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
     answers = [ids[mask != 0].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    question = rollout.prompt_ids[0][rollout.prompt_mask[0] == 1]
     forks = find_forks(answers, advantages[:, 0].tolist())
-    rows, state, updates, probs = torch.arange(len(answers)), grpo.initial_state(policy, config), [], []
     with torch.no_grad():
         _, entropies = grpo.per_token_logps(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
             temperature=config.temperature, compute_entropy=True)
+    rows, state, updates, probs = torch.arange(len(answers)), grpo.initial_state(policy, config), [], []
     for u in range(config.num_iterations + 1):
         if u > 0:                                                       # at first the reference is the policy
             grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
-        updates.append(grpo.score_rollout(policy, rollout, config))
-        probs.append([next_token_probs(policy, rollout, beginning, config) for beginning in forks])
-    return SimpleNamespace(
-        tokenizer=tokenizer, config=config, rollout=rollout, answers=answers, forks=forks, probs=probs, updates=updates,
-        entropies=entropies, advantages=advantages,
-        rewards=grpo.combine_rewards(rewards_per_func, config.reward_weights),
-        rewards_per_func={f.__name__: rewards for f, rewards in zip(reward_funcs, rewards_per_func.T)})
+        updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
+        probs.append([next_token_probs(policy, question, beginning, config) for beginning in forks])
 
-
-def pushes(seen, u, options):
-    """−∂loss/∂log π of each token after u updates, (B, T): a positive one pushes the token up."""
-    logps, old_logps = seen.updates[u].double().requires_grad_(), seen.updates[0].double()
-    loss, _ = grpo.grpo_loss(logps, seen.advantages.double(), seen.rollout.loss_mask, old_logps=old_logps, **options)
-    return 0.0 - torch.autograd.grad(loss, logps)[0]                    # where it is 0: 0, not −0
-
-
-def word(token, tokenizer):
-    """A token's text; the tokenizer's own name for a token whose text shows nothing, or a part of a character."""
-    text = tokenizer.decode([token], skip_special_tokens=False)
-    return tokenizer.convert_ids_to_tokens(token) if text in ("", "\ufffd") else text
-
-
-def group_data(seen):
-    """All numbers of the page, as JSON has them."""
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
-            return [numbers(row[:len(ids)]) for row, ids in zip(x, seen.answers)]
+            return [numbers(row[:len(ids)]) for row, ids in zip(x, answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
-    forks, words = [], {}                                               # of a fork the sampled tokens, and the likely
-    for (beginning, after), probs in zip(seen.forks.items(), zip(*seen.probs)):
-        likely = (torch.stack(probs).amax(0) > 0.01).nonzero()[:, 0].tolist()
-        tokens = sorted({*after, *likely}, key=lambda token: -probs[0][token])
-        forks.append((beginning, tokens, [numbers(p[tokens]) for p in probs]))
-    for token in sorted({token for ids in (*seen.answers, *(tokens for _, tokens, _ in forks)) for token in ids}):
-        text = word(token, seen.tokenizer)                              # the page knows a token by its text
-        words[token] = text if text not in words.values() else f"{text}[{token}]"
-
+    words = []                                                          # of a fork: sampled, or likely
+    for after, p in zip(forks.values(), zip(*probs)):
+        likely = (torch.stack(p).amax(0) > 0.01).nonzero()[:, 0].tolist()
+        words.append(sorted({*after, *likely}, key=lambda token: -p[0][token]))
+    names = names_of({token for ids in answers + words for token in ids}, tokenizer)
+    named = lambda ids: [names[token] for token in ids]
     methods = {}
     for name, options in METHODS.items():
-        options = USUAL | options | {"max_completion_length": seen.config.max_completion_length}
-        weights = [numbers(pushes(seen, u, options)) for u in range(len(seen.updates))]
-        methods[name] = {"options": options, "weights": weights}
-    mean, std = grpo.group_stats(seen.rewards, len(seen.rewards))
+        options = USUAL | options | {"max_completion_length": config.max_completion_length}
+        weights = [pushes(logps, updates[0], advantages, rollout.loss_mask, options) for logps in updates]
+        methods[name] = {"options": options, "weights": [numbers(x) for x in weights]}
+    rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
+    mean, std = grpo.group_stats(rewards, len(rewards))
     return {
-        "prompt": seen.tokenizer.decode(seen.rollout.prompt_ids[0], skip_special_tokens=True),
-        "rewards": numbers(seen.rewards), "mean": mean.item(), "std": std.item(),
-        "advantages": numbers(seen.advantages[:, 0]), "counts": seen.rollout.loss_mask.sum(1).tolist(),
-        "answers": [{"text": seen.tokenizer.decode(ids, skip_special_tokens=True), "tokens": [words[i] for i in ids]}
-                    for ids in seen.answers],
-        "old_logps": numbers(seen.updates[0]), "entropies": numbers(seen.entropies),
-        "updates": [numbers(logps) for logps in seen.updates], "methods": methods,
-        "forks": [{"prefix": [words[i] for i in beginning], "words": [words[i] for i in tokens], "probabilities": probs}
-                  for beginning, tokens, probs in forks],
-        "rewards_per_func": {name: numbers(rewards) for name, rewards in seen.rewards_per_func.items()},
-        "run": grpo.loss_options(seen.config) | {"scale_rewards": seen.config.scale_rewards}}
+        "prompt": tokenizer.decode(question, skip_special_tokens=True),
+        "rewards": numbers(rewards), "mean": mean.item(), "std": std.item(), "advantages": numbers(advantages[:, 0]),
+        "rewards_per_func": {f.__name__: numbers(column) for f, column in zip(reward_funcs, rewards_per_func.T)},
+        "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
+        "counts": rollout.loss_mask.sum(1).tolist(), "entropies": numbers(entropies),
+        "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
+        "forks": [{"prefix": named(beginning), "words": named(words[k]),
+                   "probabilities": [numbers(p[k][words[k]]) for p in probs]} for k, beginning in enumerate(forks)],
+        "run": grpo.loss_options(config) | {"scale_rewards": config.scale_rewards}}
 
 
 def page(data):
@@ -169,24 +154,21 @@ def page(data):
     return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
 
 
-def show(data, i):
-    """Print answer i as a table, a line for each token."""
-    print(f"\nreward {data['rewards'][i]:.4g}, A = {data['advantages'][i]:.4f}: {data['answers'][i]['text']!r}")
-    print(f"{'token':>14}   log π   after one update")
-    for token, before, after in zip(data["answers"][i]["tokens"], data["updates"][0][i], data["updates"][1][i]):
-        print(f"{token!r:>14} {before:8.4f} {after:8.4f}")
-
-
 def main(argv):
     transformers.utils.logging.set_verbosity_error()
-    html, config, job = load(argv)
-    data = group_data(update_on_one_group(*job, config))
+    html, job = load(argv)
+    data = group_data(*job)
     if html:
         Path(html).write_text(page(data), encoding="utf-8")
         return
-    print(f"{len(data['rewards'])} answers to {data['prompt']!r}, rewards {data['rewards']}")
-    for extreme in max, min:
-        show(data, data["rewards"].index(extreme(data["rewards"])))
+    rewards = data["rewards"]
+    print(f"{len(rewards)} answers to {data['prompt']!r}, rewards {rewards}")
+    for i in rewards.index(max(rewards)), rewards.index(min(rewards)):
+        answer = data["answers"][i]
+        print(f"\nreward {rewards[i]:.4g}, A = {data['advantages'][i]:.4f}: {answer['text']!r}")
+        print(f"{'token':>14}   log π   after one update")
+        for token, before, after in zip(answer["tokens"], data["updates"][0][i], data["updates"][1][i]):
+            print(f"{token!r:>14} {before:8.4f} {after:8.4f}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 PANELS = {"reward": "reward", "frac_reward_zero_std": "share of silent groups", "entropy": "entropy (nats per token)",
           "clip_ratio/region_mean": "share of tokens clipped", "completions/mean_length": "tokens of an answer"}
@@ -28,7 +25,8 @@ def load(run):
 
 
 def draw(runs):
-    figure, axes = pyplot.subplots(1, 5, figsize=(14, 3), layout="constrained")
+    figure = Figure(figsize=(14, 3), layout="constrained")
+    axes = figure.subplots(1, 5)
     for axis, name in zip(axes, PANELS):
         for number, (run, lines) in enumerate(runs.items()):
             steps = [line["step"] for line in lines]

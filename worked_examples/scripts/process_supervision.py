@@ -30,44 +30,33 @@ def split_steps(ids, tokenizer):
     return [step for step in steps if step]
 
 
-def grade_steps(prompt, steps, tokenizer):
-    """1 for each step that is the teacher's in its place, else 0; a step that the teacher has not is wrong."""
-    trace = tokenizer(grpo.teacher_trace(prompt, forgets_carry=False))["input_ids"]
+def graded_steps(rollout, i, tokenizer):
+    """The steps of answer i, and for each 1 if it is the teacher's in its place, else 0."""
+    trace = tokenizer(grpo.teacher_trace(rollout.examples[i]["prompt"], forgets_carry=False))["input_ids"]
     right = split_steps(trace, tokenizer)
-    return [float(j < len(right) and step == right[j]) for j, step in enumerate(steps)]
-
-
-def step_rewards_and_ends(rollout, tokenizer):
-    """The reward of each step and the index of its last token, (B, S) both; NaN where an answer has no such step."""
-    rewards, ends = [], []
-    for example, ids, mask in zip(rollout.examples, rollout.completion_ids, rollout.completion_mask):
-        steps = split_steps(ids[mask != 0].tolist(), tokenizer)
-        rewards.append(torch.tensor(grade_steps(example["prompt"], steps, tokenizer)))
-        ends.append(torch.tensor([len(step) for step in steps]).cumsum(0) - 1)
-    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
-    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
-    return rewards, ends
+    steps = split_steps(rollout.completion_ids[i][rollout.completion_mask[i] != 0].tolist(), tokenizer)
+    return steps, [float(right[j:j + 1] == [step]) for j, step in enumerate(steps)]
 
 
 def step_advantages(rewards_per_func, rollout, config, tokenizer):
     """Line 9 of Algorithm 1 under process supervision, (B, T). The rewards of the whole answers are not used."""
-    rewards, ends = step_rewards_and_ends(rollout, tokenizer)
+    rewards, ends = [], []
+    for i in range(len(rollout.examples)):
+        steps, rewards_of_steps = graded_steps(rollout, i, tokenizer)
+        rewards.append(torch.tensor(rewards_of_steps))
+        ends.append(torch.tensor([len(step) for step in steps]).cumsum(0) - 1)          # the last token of each
+    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
+    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
     return grpo.process_advantages(rewards, ends, rollout.completion_mask, config.num_generations)
 
 
-def show_an_answer(rollout, config, tokenizer):
-    """Print the steps of the first answer that has right and wrong ones."""
-    rewards, ends = step_rewards_and_ends(rollout, tokenizer)
-    advantages = step_advantages(None, rollout, config, tokenizer)
-    mixed = (rewards == 0).any(1) & (rewards == 1).any(1)
-    i = int(mixed.long().argmax())                                      # row 0 where there is none
-    print(f"one of the first step's answers to {rollout.examples[i]['prompt']}")
-    start = 0
-    for reward, end in zip(rewards[i].tolist(), ends[i].tolist()):
-        if not math.isnan(reward):
-            text = tokenizer.decode(rollout.completion_ids[i, start : end + 1])
-            print(f"  {text:<20} reward {reward:.0f}   advantage of its tokens {advantages[i, start].item():+.2f}")
-            start = end + 1
+def show_an_answer(rollout, advantages, tokenizer):
+    """Print the steps of the answer with the worst one: the reward of each, and the advantage of its tokens."""
+    i, end = int(advantages.amin(1).argmin()), 0
+    print("an answer of the first step:", rollout.examples[i]["prompt"])
+    for step, reward in zip(*graded_steps(rollout, i, tokenizer)):
+        end += len(step)
+        print(f"  {tokenizer.decode(step):<20} reward {reward:.0f}   advantage {advantages[i, end - 1].item():+.2f}")
 
 
 def main():
@@ -78,11 +67,12 @@ def main():
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
+    compute_advantages = functools.partial(step_advantages, tokenizer=tokenizer)
     steps = grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config,     # a reward only for the metrics
-                       compute_advantages=functools.partial(step_advantages, tokenizer=tokenizer))
+                       compute_advantages=compute_advantages)
     for state, rollout, _ in tqdm(steps, "process supervision", total=config.max_steps):
         if state.step == 1:
-            show_an_answer(rollout, config, tokenizer)
+            show_an_answer(rollout, compute_advantages(None, rollout, config), tokenizer)
     print("after:")
     after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"held-out accuracy: {before:.2f} -> {after:.2f}")

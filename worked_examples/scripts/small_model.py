@@ -3,7 +3,7 @@
     python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--imitate N] [--seed S]
 
 Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 100,000
-weights and a tokenizer of the file's characters. First the model imitates N of the solutions (three quarters of them)
+weights and a tokenizer of the files' characters. First the model imitates N of the solutions (three quarters of them)
 until it gets 60% of the characters right: GRPO learns from rewards, and random weights seldom earn one. The last line
 printed is the grpo.py command that trains the model. worked_examples/07_training_your_own_model.md is its page.
 """
@@ -12,36 +12,28 @@ import argparse
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import numpy
 import torch
-from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
-
-STEPS, ENOUGH = 100, 0.6           # the imitation ends after so many steps, or at this share of right characters
 
 
 def load_problems(path):
     problems = grpo.load_dataset(path)
-    for number, problem in enumerate(problems, 1):
-        if not isinstance(problem["prompt"], str) or not isinstance(problem.get("solution"), (str, int)):
-            raise grpo.InputError(f"{path}, problem {number}: allowed are a prompt and a solution, both texts")
+    if not isinstance(problems[0]["prompt"], str) or "solution" not in problems[0]:
+        raise grpo.InputError(f"{path}: got {problems[0]}; allowed are a prompt and a solution, both texts")
     return [problem | {"solution": str(problem["solution"])} for problem in problems]
 
 
-def characters(problems):
-    return set("".join(problem["prompt"] + problem["solution"] for problem in problems))
-
-
 def make_tokenizer(problems):
-    """One token for each character of the file, and none for unknown ones: they are an error in grpo.py, too."""
+    """One token for each character of the files, and none for unknown ones: they are an error in grpo.py, too."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
-    words = ["<pad>", "<eos>", *sorted(characters(problems))]
+    characters = set("".join(problem["prompt"] + problem["solution"] for problem in problems))
+    words = ["<pad>", "<eos>", *sorted(characters)]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=None))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -65,17 +57,14 @@ def right_characters(model, tokenizer, problems, config):
 
 
 def imitate(model, tokenizer, problems, count, config):
-    """Supervised learning from `count` solutions. The share of right characters of all problems, before and after."""
-    before = after = right_characters(model, tokenizer, problems, config)
-    if count == 0:
-        return before, after
+    """Supervised learning from `count` solutions: 100 steps, or until 60% of all problems' characters are right."""
     rng = numpy.random.default_rng([config.seed, 2])
     chosen = [problems[i] for i in rng.choice(len(problems), count, replace=False)]
     prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in chosen], "cpu")
     solutions = tokenizer([problem["solution"] + "<eos>" for problem in chosen], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for _ in tqdm(range(STEPS), "imitation", disable=None):
-        if after >= ENOUGH:
+    for _ in range(100):
+        if right_characters(model, tokenizer, problems, config) >= 0.6:
             break
         rows = torch.tensor(rng.choice(count, min(count, 32), replace=False))
         real = solutions["attention_mask"][rows]
@@ -83,57 +72,50 @@ def imitate(model, tokenizer, problems, count, config):
         optimizer.zero_grad()
         (-logps.sum() / real.sum()).backward()
         optimizer.step()
-        after = right_characters(model, tokenizer, problems, config)
-    return before, after
 
 
 def make(task, folder, eval_dataset, count, seed):
     """Fill a new folder; print what was made, and the command that trains it."""
-    started = time.perf_counter()
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    unknown = sorted(characters(held_out) - characters(problems))
-    if unknown:
-        raise grpo.InputError(f"eval_dataset: {eval_dataset} has characters that {task} lacks: {' '.join(unknown)}")
-    count = 3 * len(problems) // 4 if count is None else count
-    if not 0 <= count <= len(problems):
-        raise grpo.InputError(f"imitate: got {count}; allowed is 0 to {len(problems)}, the problems of {task}")
-    tokenizer = make_tokenizer(problems)
+    count = 3 * len(problems) // 4 if count is None else min(count, len(problems))
     length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
-    positions = 2 * (max(len(problem["prompt"]) for problem in problems) + length)
+    longest = max(len(problem["prompt"]) for problem in problems)
     config = grpo.GRPOConfig(seed=seed, max_completion_length=length)           # it refuses a seed below 0
-    model = make_model(tokenizer, positions, seed)
-    before, after = imitate(model, tokenizer, problems, count, config)
+    tokenizer = make_tokenizer(problems + held_out)
+    model = make_model(tokenizer, 2 * (longest + length), seed)
+    before = right_characters(model, tokenizer, problems, config)
+    if count > 0:
+        imitate(model, tokenizer, problems, count, config)
+    after = right_characters(model, tokenizer, problems, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer) - 2} characters; imitated {count} of "
-          f"{len(problems)} solutions: {before:.2f} -> {after:.2f} of the characters right "
-          f"({time.perf_counter() - started:.0f} seconds). To train it:")
-    command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
-    command += ["--eval_dataset", eval_dataset] if eval_dataset else []
+          f"{len(problems)} solutions: {before:.2f} -> {after:.2f} of the characters right. To train it:")
+    command = ["python", os.path.relpath(grpo.__file__), "--model", str(folder), "--dataset", str(task)]
+    command += ["--eval_dataset", str(eval_dataset)] if eval_dataset else []
     command += f"--seed {seed} --max_completion_length {length} --learning_rate 1e-3 --max_steps 800".split()
     command += "--generation_batch_size 128 --per_device_train_batch_size 128 --save_steps 100".split()
-    print(shlex.join(map(str, command)))
+    print(shlex.join(command))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--eval_dataset", type=Path, help="held-out problems, of the same characters")
+    parser.add_argument("--eval_dataset", type=Path)
     parser.add_argument("--imitate", type=int, dest="count")
     parser.add_argument("--seed", type=int, default=42)
     parser.error = lambda message: parser.exit(2, f"small_model.py: error: {message}\n")
     options = parser.parse_args(argv)
     from transformers.utils import logging
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)                                            # several would wait for each other
     try:
         make(**vars(options))
     except (OSError, grpo.InputError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(error)
 
 
 if __name__ == "__main__":

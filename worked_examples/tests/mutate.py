@@ -1,25 +1,23 @@
 """Change a token of grpo.py, and see whether a test fails: which changes does no test notice?
 
     python worked_examples/tests/mutate.py --sample 100 --seed 1        the maths, §1-§8, asked by test_grpo.py
-    python worked_examples/tests/mutate.py --loop --sample 50           §9 and §10, asked by worked_examples/tests/test_training.py
+    python worked_examples/tests/mutate.py --loop --sample 50           §9 and §10, asked by tests/test_training.py
 
 A line for each change, last the number of those that were noticed. Survivors are to be read: some change nothing.
 """
 
 import argparse
-import contextlib
 import io
-import multiprocessing
 import os
 import random
-import signal
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import tokenize
-import types
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-
-import pytest
-import transformers                                                     # once for all, before the processes fork
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
@@ -31,71 +29,56 @@ CHANGES = {
 
 
 def mutants(first, last):
-    """The function, the line, what is changed, and the whole source, of each change between two headings."""
+    """The line, what is changed, and the whole source, of each change between the headings of two sections."""
     lines = SOURCE.splitlines(keepends=True)
-    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
     first, last = (next(i for i, line in enumerate(lines) if line.startswith(f"# §{n} ")) for n in (first, last))
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline)
-              if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP)]
-    function = ""
-    for i, token in enumerate(tokens):
-        line, column = token.start[0] - 1, token.start[1]
-        start = end = starts[line] + column
-        if token.string == "def" and column == 0:
-            function = tokens[i + 1].string
-        if not first < line < last:
+    for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
+        row, column = token.start[0] - 1, token.start[1]
+        code = token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP)
+        if not code or not first < row < last:
             continue
-        if token.string in CHANGES:
-            end, new = start + len(token.string), CHANGES[token.string]
+        before, rest, old = lines[row][:column], lines[row][column:], token.string
+        call = re.match(r"\.\w+\([^()]*\)", rest)
+        if old in CHANGES and not re.match(r"\*[^ ]|\w+ not ", rest):   # not *args, nor "is" of "is not"
+            new = CHANGES[old]
         elif token.type == tokenize.NUMBER:
-            end, new = start + len(token.string), f"(2 * {token.string})"
-        elif token.string == "." and tokens[i - 1].string != "torch" and tokens[i + 2].string == "(":
-            depth, j = 1, i + 3                                         # x.detach() becomes x
-            while depth > 0:
-                depth += {"(": 1, ")": -1}.get(tokens[j].string, 0)
-                j += 1
-            (row, stop), new = tokens[j - 1].end, ""
-            end = starts[row - 1] + stop
-        no_operator = token.string == "*" and tokens[i - 1].string in ",[{" or tokens[i + 1].string == "not"
-        if end > start and not no_operator:                             # (a, *, b), [*a], is not
-            change = f"{SOURCE[start:end]} -> {new}   in: {lines[line].strip()}"
-            yield function, line + 1, change, SOURCE[:start] + new + SOURCE[end:]
+            new = f"(2 * {old})"
+        elif call and not before.endswith("torch"):                     # x.detach() becomes x
+            old, new = call[0], ""
+        else:
+            continue
+        line = before + new + rest[len(old):]
+        change = f"grpo.py:{row + 1}: {old} -> {new}   in: {lines[row].strip()}"
+        yield change, "".join([*lines[:row], line, *lines[row + 1:]])
 
 
-def ask(job):
-    """What pytest says of a grpo.py with this change: 0 if no test fails. What takes 5 minutes is noticed."""
-    *_, source, tests = job
-
-    def stop(*args):
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(300)
-    module = sys.modules["grpo"] = types.ModuleType("grpo")
-    module.__file__ = str(ROOT / "grpo.py")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+def is_noticed(source, tests):
+    """Whether a test fails in a copy of the repository with this grpo.py. What takes five minutes is noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "worked_examples", f"{folder}/worked_examples")
+        shutil.copy(ROOT / "test_grpo.py", folder)
+        Path(folder, "grpo.py").write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", tests]
         try:
-            exec(compile(source, module.__file__, "exec"), vars(module))
-            return int(pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore", tests]))
-        except Exception:                                               # it cannot even be imported
-            return 1
+            return subprocess.run(command, cwd=folder, capture_output=True, timeout=300).returncode != 0
+        except subprocess.TimeoutExpired:
+            return True
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loop", action="store_true", help="sampling and training, instead of the maths")
-    parser.add_argument("--sample", type=int, help="as many changes, at random; without it all")
+    parser.add_argument("--sample", type=int, default=10**6, help="as many changes, at random; without it all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    tests = ROOT / ("worked_examples/tests/test_training.py" if options.loop else "test_grpo.py")
+    tests = "worked_examples/tests/test_training.py" if options.loop else "test_grpo.py"
     everything = list(mutants(9, 11) if options.loop else mutants(1, 9))
-    sample = random.Random(options.seed).sample(everything, min(options.sample or len(everything), len(everything)))
-    jobs = [(*mutant, str(tests)) for mutant in sample]
-    os.environ.setdefault("GRPO_EXAMPLES", "10")
-    sys.path.insert(0, str(ROOT))
+    sample = random.Random(options.seed).sample(everything, min(options.sample, len(everything)))
+    os.environ |= {"OMP_NUM_THREADS": "1", "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "10")}
     noticed = 0
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        for (function, line, change, *_), code in zip(jobs, pool.imap(ask, jobs)):
-            noticed += code != 0
-            print(f"{'noticed' if code else 'SURVIVED':10}grpo.py:{line} {function}: {change}", flush=True)
-    print(f"{noticed} of {len(jobs)} changes are noticed, of {len(everything)} that there are")
+    with ThreadPool(os.cpu_count()) as pool:
+        verdicts = pool.imap(lambda mutant: is_noticed(mutant[1], tests), sample)
+        for (change, _), verdict in zip(sample, verdicts):
+            noticed += verdict
+            print("noticed " if verdict else "SURVIVED", change, flush=True)
+    print(f"{noticed} of {len(sample)} changes are noticed, of {len(everything)} that there are")

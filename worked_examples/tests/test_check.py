@@ -1,33 +1,51 @@
 """What check.py says of a file: same, differs, waits, not there."""
 
-from conftest import EXAMPLES, python
+import contextlib
+import io
+import os
+import re
+import sys
 
-CHECK = EXAMPLES / "check_your_own/check.py"
-FORMULAS = (EXAMPLES / "formulas.py").read_text()
+from conftest import EXAMPLES
+
+from worked_examples.check_your_own import check
+from worked_examples.course import grading
+
+FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
 
 
-def verdicts(text, folder, *options):
-    """Exit code, and the line of each function."""
-    (folder / "my_grpo.py").write_text(text)
-    run = python(CHECK, folder / "my_grpo.py", *options, GRPO_EXAMPLES="5")
-    lines = run.stdout.partition("what the laws say ")[2].splitlines()[1:-1]
-    return run.returncode, dict(line.split(maxsplit=1) for line in lines)
+def fresh_laws(draws):
+    """The laws are imported anew, with this number of draws."""
+    os.environ["GRPO_EXAMPLES"] = draws
+    for name in ("test_grpo", "test_variants"):
+        sys.modules.pop(name, None)
 
 
-def test_a_function_is_the_same_or_not_there(tmp_path):
-    """clip_ratio is in formulas.py, group_stats is not; of clipped_surrogate_loss it lacks an argument"""
-    code, said = verdicts(FORMULAS, tmp_path, "-k", "clip_ratio or group_stats or clipped_surrogate_loss_matches")
-    assert code == 0 and said["clip_ratio"] == "same" and said["group_stats"] == "not there"
-    assert said["clipped_surrogate_loss"] == "same in 15 of 19 (no argument 'delta')"
+def verdicts(folder, text, *options):
+    """Exit code, how many laws passed, and the line of each function."""
+    fresh_laws("5")
+    (folder / "my_grpo.py").write_text(text, encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = check.main(folder / "my_grpo.py", *options)
+    lines = out.getvalue().partition("what the laws say ")[2].splitlines()[1:]
+    passed = int(re.search(r"(\d+) passed", lines.pop())[1])
+    return code, passed, dict(line.split(maxsplit=1) for line in lines)
+
+
+def test_the_formulas_are_the_same_or_not_there(tmp_path):
+    """formulas.py passes every law that it can be asked: it has clip_ratio, not group_stats, and no delta"""
+    code, passed, said = grading.in_a_process(verdicts, tmp_path, FORMULAS)
+    assert code == 0 and passed > 110 and said["clip_ratio"] == "same" and said["group_stats"] == "not there"
+    assert said["clipped_surrogate_loss"] == "same in 18 of 22 (no argument 'delta')"
 
 
 def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     """A sign in the surrogate: it differs, with the law and its input; grpo_loss waits; the KL is the same.
     A function that is not written is not there, and one that returns a constant differs."""
     text = FORMULAS.replace("-torch.min(", "torch.min(")
-    text += "\ndef entropy_from_logits(logits): raise NotImplementedError\ndef aggregate(loss, *mask, **rest): return 0\n"
+    text += "def entropy_from_logits(logits): raise NotImplementedError\ndef aggregate(loss, *mask, **rest): return 0\n"
     laws = "clipped or on_policy or kl_estimate_matches or entropy_from_logits or aggregate_matches"
-    code, said = verdicts(text, tmp_path, "-k", laws)
+    code, _, said = grading.in_a_process(verdicts, tmp_path, text, "-k", laws)
     assert code == 1
     assert said["clipped_surrogate_loss"].startswith("differs in 18 of 22 (l = -min(")
     assert "rho=0.5, A=1.0" in said["clipped_surrogate_loss"]

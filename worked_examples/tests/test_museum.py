@@ -1,130 +1,97 @@
-"""Each exhibit of bug_museum.md, and each of mistakes.py, is caught by the laws that it names.
+"""Each exhibit of bug_museum.md, and each mistake that students make, is caught by the laws that it names."""
 
-Run as a script, this file collects the laws once, breaks one line after another and asks. The tests read its output.
-"""
-
-import ast
-import collections
-import functools
 import inspect
-import json
 import re
-import sys
-import types
-from pathlib import Path
+from unittest import mock
 
 import pytest
-from _pytest.runner import runtestprotocol
+from conftest import EXAMPLES
+from hypothesis import Phase, settings
 
-TESTS, EXAMPLES, ROOT = list(Path(__file__).resolve().parents)[:3]
-sys.path[:0] = [str(ROOT), str(TESTS)]
-from mistakes import MISTAKES
-from worked_examples.course import spot_the_bug
+import grpo
+from worked_examples import formulas
+from worked_examples.check_your_own import check
+from worked_examples.course import grading, spot_the_bug
+from worked_examples.scripts import variants
 
-FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
-EXHIBITS = {str(number): re.findall(r"`(test_\w+)`", text) for number, text in spot_the_bug.exhibits().items()}
-
-
-# The script -----------------------------------------------------------------------------------------------------------
-
-class Breaker:
-    """A plugin of pytest: instead of each test once, it asks of each text the laws that belong to it."""
-
-    def __init__(self, module, texts, laws, checker=None):
-        self.module, self.texts, self.laws, self.checker, self.found = module, texts, laws, checker, {}
-
-    def pytest_runtestloop(self, session):
-        for name, text in self.texts.items():
-            exec(compile(text, f"{name}.py", "exec"), vars(self.module))
-            if self.checker:
-                self.checker.__init__(self.module)                      # it wraps the functions
-            self.found[name] = {law: self.outcomes(session.items, law) for law in self.laws[name]}
-        return True
-
-    def outcomes(self, items, law):
-        """How many of a law's tests passed, failed, were skipped, up to the first failure; "": all laws."""
-        counts = collections.Counter(passed=0, failed=0, skipped=0)
-        for item in items:
-            if law in ("", item.originalname) and not counts["failed"]:
-                item._initrequest()                                     # so that it can be asked again
-                reports = {report.outcome for report in runtestprotocol(item, log=False)}
-                counts[max(reports, key=["passed", "skipped", "failed"].index)] += 1
-        return counts
+EXHIBITS = {number: re.findall(r"`(test_\w+)`", text) for number, text in spot_the_bug.exhibits().items()}
+FORMULAS = inspect.getsource(formulas)
+MISTAKES = [                                                            # formulas.py, a student, a law that fails
+    ("std by n", "std(r, 1, keepdim=True)", "std(r, 1, keepdim=True, correction=0)",
+     "test_group_advantages_have_squares_that_sum_to_n_minus_1"),
+    ("batch mean", "mean(r, 1, keepdim=True)", "mean(r)", "test_group_advantages_sum_to_zero_in_each_group"),
+    ("no eps", "(std + eps)", "std", "test_group_advantages_match_the_worked_numbers"),
+    ("eps inside the root", "(std + eps)", "(std**2 + eps).sqrt()", "test_group_advantages_match_the_oracle"),
+    ("RLOO by n", "/ (num_generations - 1)", "/ num_generations",
+     "test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle"),
+    ("max for min", "-torch.min(", "-torch.max(",
+     "test_clipped_surrogate_loss_has_no_slope_only_where_the_token_has_moved_enough"),
+    ("grpo as bnpo", "((per_token_loss * completion_mask).sum(1) / completion_mask.sum(1)).mean()",
+     "total / completion_mask.sum()", "test_aggregate_matches_the_worked_numbers"),
+    ("ratio inverted", "log_ratio = logps - old_logps", "log_ratio = old_logps - logps",
+     "test_importance_ratio_matches_the_worked_numbers"),
+    ("off by one", "- 1 : -1] / temp", ":] / temp", "test_per_token_logps_add_up_to_1_over_the_vocabulary"),
+    ("advantages at padding", "(1) * completion_mask\n", "(1).expand(completion_mask.shape)\n",
+     "test_broadcast_advantages_give_every_token_that_of_its_answer"),
+    ("ref not detached", "ref_logps.detach()", "ref_logps", "test_grpo_loss_takes_the_other_log_probs_as_constants"),
+    ("clipped whatever A is", "(ratio > 1 + epsilon_high) & (A > 0)", "ratio > 1 + epsilon_high",
+     "test_grpo_loss_metrics_match_the_oracle"),
+    ("no KL", "loss + beta *", "loss + 0 *", "test_grpo_loss_has_the_slope_of_the_oracle")]
 
 
-def break_grpo():
-    """grpo.py as it is, and with each exhibit in it."""
-    module = sys.modules["grpo"] = types.ModuleType("grpo")             # which the laws import
-    texts = {"right": (ROOT / "grpo.py").read_text(encoding="utf-8")}
-    exec(texts["right"], vars(module))
-    texts |= {number: spot_the_bug.patched(int(number)) for number in EXHIBITS}
-    breaker = Breaker(module, texts, {"right": sorted(set(sum(EXHIBITS.values(), []))), **EXHIBITS})
-    files = [ROOT / "test_grpo.py", TESTS / "test_variants.py", TESTS / "test_training.py"]
-    pytest.main([*map(str, files), *"-q -p no:cacheprovider -W ignore".split()], [breaker])
-    return breaker.found
+def failing(laws, names):
+    """Which of these laws fail? An argument that formulas.py lacks is a TypeError, and no failure."""
+    found = set()
+    for law, call in laws:
+        if law.originalname in names and law.originalname not in found:
+            error = pytest.CallInfo.from_call(call, "call").excinfo
+            if error and error.errisinstance((AssertionError, pytest.fail.Exception)):
+                found.add(law.originalname)
+    return found
 
 
-def break_formulas():
-    """formulas.py as it is, and with each mistake in it."""
-    for name in ("grpo", "test_grpo", "test_variants"):
-        del sys.modules[name]                                           # they are imported anew
-    from worked_examples.check_your_own import check
-    module = types.ModuleType("formulas")
-    texts = {"right": FORMULAS} | {name: FORMULAS.replace(old, new) for name, old, new, _ in MISTAKES}
-    laws = {"right": [""]} | {name: [law] for name, _, _, law in MISTAKES}
-    breaker = Breaker(module, texts, laws, check.Laws(module))
-    pytest.main([*map(str, check.LAWS), *check.OPTIONS, check.FORMULAS], [breaker, breaker.checker])
-    return breaker.found
+def break_all():
+    """{an exhibit or a mistake: the laws that fail}, asked in a process of its own of one after another."""
+    laws = grading.collect(*check.LAWS, EXAMPLES / "tests/test_training.py")
+    names = sum(EXHIBITS.values(), [law for *_, law in MISTAKES])
+    for test in {law.obj for law, _ in laws if law.originalname in names and hasattr(law.obj, "hypothesis")}:
+        settings(settings.get_profile("grpo"), phases=[Phase.generate])(test)       # it need not shrink what it finds
+    found = {}
+    for exhibit, names in EXHIBITS.items():
+        with mock.patch.dict(vars(grpo)):
+            exec(spot_the_bug.patched(exhibit), vars(grpo))
+            found[exhibit] = failing(laws, names)
+    for mistake, old, new, law in MISTAKES:
+        student = {}
+        exec(FORMULAS.replace(old, new), student)
+        with mock.patch.dict(vars(grpo)), mock.patch.dict(vars(variants)):
+            for module in (grpo, variants):
+                vars(module).update({name: student[name] for name in student if name in vars(module)})
+            found[mistake] = failing(laws, [law])
+    return found
 
 
-# The tests ------------------------------------------------------------------------------------------------------------
-
-@functools.cache
+@pytest.fixture(scope="module")
 def found():
-    """What break_grpo and break_formulas say, in a process of their own."""
-    from conftest import python                                         # not above: in the script it is pytest's
-    run = python(__file__, GRPO_EXAMPLES="10")
-    return json.loads(run.stdout.splitlines()[-1])
+    return grading.in_a_process(break_all)
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS)
-def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit):
-    """Each of these laws passes on grpo.py and fails on grpo.py with the bug in it"""
-    right, broken = (found()["grpo"][name] for name in ("right", exhibit))
-    for law in EXHIBITS[exhibit]:
-        assert right[law]["passed"] and not right[law]["failed"] and broken[law]["failed"], law
+def test_an_exhibit_is_caught_by_the_laws_that_it_names(exhibit, found):
+    """Each of these laws, which pass on grpo.py, fails on grpo.py with the bug in it"""
+    assert found[exhibit] == set(EXHIBITS[exhibit]) != set()
 
 
 @pytest.mark.parametrize("mistake, old, new, law", MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law):
-    """The law fails on formulas.py with the mistake in it: no law is needed that goes beyond the formula"""
-    assert FORMULAS.count(old) == 1
-    assert found()["formulas"][mistake][law]["failed"]
-
-
-def test_the_formulas_pass_every_law_of_the_formulas():
-    """None fails, and it is more than 110 that are asked"""
-    counts = found()["formulas"]["right"][""]
-    assert counts["failed"] == 0 and counts["passed"] > 110
+def test_a_mistake_is_caught_by_the_law_that_it_names(mistake, old, new, law, found):
+    """The law, which passes on formulas.py, fails on it with the mistake: no law beyond the formula is needed"""
+    assert FORMULAS.count(old) == 1 and found[mistake] == {law}
 
 
 def test_the_formulas_keep_in_step_with_grpo_py():
-    """Names, arguments and defaults (None: grpo.py decides); torch alone; a line says what grpo.py adds."""
-    import grpo
-    from worked_examples import formulas
-    from worked_examples.scripts import variants
-    tree = ast.parse(FORMULAS)
-    assert {type(node) for node in tree.body[2:]} == {ast.FunctionDef} and ast.unparse(tree.body[1]) == "import torch"
-    for name in [node.name for node in tree.body[2:]]:
+    """Arguments have its names and defaults (None: grpo.py decides)"""
+    for name, function in inspect.getmembers(formulas, inspect.isfunction):
         theirs = inspect.signature(vars(grpo).get(name) or vars(variants)[name]).parameters
-        ours = inspect.signature(vars(formulas)[name]).parameters
-        assert [argument for argument in theirs if argument in ours] == list(ours), name
-        for argument in ours:
-            assert ours[argument].kind == theirs[argument].kind, (name, argument)
-            assert theirs[argument].default in (ours[argument].default, None), (name, argument)
-        assert re.search(r"^\S+\.py adds", inspect.getdoc(vars(formulas)[name]), re.M), name
-
-
-if __name__ == "__main__":
-    result = {"grpo": break_grpo(), "formulas": break_formulas()}
-    print("\n" + json.dumps(result))
+        for ours in inspect.signature(function).parameters.values():
+            assert theirs[ours.name].kind == ours.kind, (name, ours)
+            assert theirs[ours.name].default in (ours.default, None), (name, ours)

@@ -10,22 +10,16 @@ import transformers
 from conftest import EXAMPLES, cli
 
 SCRIPT = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
-REWARD = '''
-def share(completions, solution, **columns):
-    return [sum(a == b for a, b in zip(text, wanted)) / max(len(text), len(wanted))
-            for text, wanted in zip(completions, solution)]
-'''
 
 
 @pytest.fixture
 def task(tmp_path):
-    """Files of words of three letters and the same backwards: to train on, and held out. A file of a reward."""
+    """Files of words of three letters and the same backwards: to train on, and held out."""
     draw = random.Random(0)
     words = list(dict.fromkeys("".join(draw.choices("abcdef", k=3)) for _ in range(200)))
-    for name, part in ("task", words[:80]), ("held_out", words[80:110]):
+    for name, part in ("task", words[:80]), ("held_out", [*words[80:110], "gag"]):
         rows = [json.dumps({"prompt": f"{word}>", "solution": word[::-1]}) for word in part]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text(REWARD)
     return tmp_path
 
 
@@ -34,16 +28,14 @@ def small_model(*words):
 
 
 def test_the_printed_command_trains_the_model(task, capsys):
-    """Held-out words: the greedy reward of the share of right letters gains 0.1 or more, and ends at 0.8 or more."""
-    small_model(task / "task.jsonl", task / "model")
-    line = capsys.readouterr().out.splitlines()[-1]
-    python, script, *flags = shlex.split(line)
+    """The share of right words, held out and greedy, was 0.00 to 0.10 before, 1.00 after 60 steps (3 seeds)."""
+    small_model(task / "task.jsonl", task / "model", "--eval_dataset", task / "held_out.jsonl")
+    python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert python == "python" and script.endswith("grpo.py")
-    result = cli(*flags, "--max_steps", 60, "--reward_funcs", f"{task}/reward.py:share",
-                 "--eval_dataset", task / "held_out.jsonl", "--output_dir", task / "run")
+    result = cli(*flags, "--max_steps", 60, "--output_dir", task / "run")
     assert result.code == 0, result.err
     before, after = (float(word) for word in result.out.splitlines()[-1].split() if word[:2] in ("0.", "1."))
-    assert after >= before + 0.1 and after >= 0.8, result.out
+    assert before < 0.5 and after > 0.8, result.out
 
 
 def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
@@ -56,27 +48,23 @@ def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
         tokenizer("aq")
 
 
-def test_a_seed_and_a_number_of_solutions_say_what_is_made(task, capsys):
-    """The same seed, the same weights; another seed, or none imitated, and they are others."""
+def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
+    """The same seed, the same weights; another seed, or none imitated, or both, and they are others."""
     made = []
-    for number, flags in enumerate([(), (), ("--seed", "1"), ("--imitate", "0")]):
-        small_model(task / "task.jsonl", task / f"model{number}", *flags)
+    for number, flags in enumerate(["", "", "--seed 1", "--imitate 0", "--imitate 0 --seed 1"]):
+        small_model(task / "task.jsonl", task / f"model{number}", *flags.split())
         made.append((task / f"model{number}/model.safetensors").read_bytes())
-    assert made[0] == made[1] and len(set(made)) == 3
+    assert made[0] == made[1] and len(set(made)) == 4
 
 
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
-    """A folder that is there, other problems than texts, unknown characters, too many to imitate: exit code 2."""
+    """A folder that is there, other problems than texts: exit code 2."""
     (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
-    (task / "new.jsonl").write_text('{"prompt": "xay>", "solution": "yax"}')
     (task / "none.jsonl").write_text('{"prompt": "a>"}')
-    for file, folder, flags, message in (
-            ("task.jsonl", ".", [], "is there already"), ("absent.jsonl", "m", [], "absent.jsonl"),
-            ("chat.jsonl", "m", [], "both texts"), ("none.jsonl", "m", [], "both texts"),
-            ("task.jsonl", "m", ["--eval_dataset", task / "new.jsonl"], "lacks: x y"),
-            ("task.jsonl", "m", ["--imitate", "81"], "allowed is 0 to 80")):
+    for file, folder, message in (("task.jsonl", ".", "is there already"), ("absent.jsonl", "m", "absent.jsonl"),
+                                  ("chat.jsonl", "m", "both texts"), ("none.jsonl", "m", "both texts")):
         with pytest.raises(SystemExit) as exit:
-            small_model(task / file, task / folder, *flags)
+            small_model(task / file, task / folder)
         error = capsys.readouterr().err
         assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
     assert not (task / "m").exists()
