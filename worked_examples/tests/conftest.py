@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -119,12 +118,6 @@ def cli(*arguments):
             traceback.print_exc()
             code = 1
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
-
-
-def python(*arguments, **environment):
-    """A process of its own, with one thread as here: how many threads add up decides the last bit."""
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
-                          timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def lines_of(folder):

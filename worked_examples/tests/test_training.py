@@ -10,6 +10,7 @@ import runpy
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 from unittest import mock
 
@@ -18,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import (PROBLEMS, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, files_of,
-                      lines_of, make_model, passes_of, python, steps_of, write_rewards)
+                      lines_of, make_model, passes_of, steps_of, write_rewards)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -709,10 +710,11 @@ def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
         pytest.skip("no GPU")
     for bf16 in (False, True):                                          # the step size rises in all of four steps
         whole, out = data / f"whole {bf16}", data / f"out {bf16}"
-        run = [grpo.__file__, *command(data, warmup_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)]
+        run = command(data, warmup_steps=4, bf16=bf16, beta=0.1, num_iterations=2, output_dir=None)
         for more in (["--output_dir", whole, "--max_steps", 4], ["--output_dir", out],
                      ["--max_steps", 4, "--resume_from_checkpoint", out / "checkpoint-2"]):
-            assert python(*run, *more, CUDA_VISIBLE_DEVICES="0").returncode == 0
+            subprocess.run([sys.executable, grpo.__file__, *map(str, run + more)], check=True,
+                           env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
         for a, b in zip(lines_of(out), lines_of(whole), strict=True):
             assert a["step"] == b["step"] and a["grad_norm"] > 0 and all(map(math.isfinite, a.values()))
             assert a["sampling/sampling_logp_difference/max"] < (0.1 if bf16 else 1e-3)
