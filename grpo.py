@@ -716,8 +716,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
 def initial_state(policy, config):
     """What a run carries from step to step besides the policy's weights."""
-    weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
     reference = copy.deepcopy(policy).eval() if config.beta > 0 else None       # π_ref
     return SimpleNamespace(step=0, optimizer=optimizer, reference=reference)
 
@@ -906,7 +905,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
     labels[:, :len("47+85=")] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for step in tqdm(range(steps), "cold start", disable=None):
-        chosen = torch.tensor(rng.choice(len(ids), 64), device=ids.device)
+        chosen = rng.choice(len(ids), 64)
         optimizer.zero_grad()
         model(input_ids=ids[chosen], labels=labels[chosen]).loss.backward()
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1, 2 - 2 * step / steps)  # constant, then to 0

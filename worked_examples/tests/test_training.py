@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -646,11 +647,6 @@ def test_a_bug_in_the_user_s_function_keeps_its_traceback(text, error, data):
 
 # Another device -------------------------------------------------------------------------------------------------------
 
-backend_registration._setup_privateuseone_for_python_backend("pretend") # before the process' first backward
-torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]
-torch._C._set_only_lift_cpu_tensors(True)                               # torch.tensor(x, device=...) makes a copy, too
-
-
 class There(torch.Tensor):
     """A tensor whose device is "pretend:0", but whose numbers are a tensor on the CPU, here."""
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -687,8 +683,11 @@ class Pretend(TorchDispatchMode):
     __torch_dispatch__ = lambda self, *call: There.__torch_dispatch__(*call)
 
 
-def test_a_run_on_another_device_is_the_run_on_the_cpu():
-    """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
+def here_and_there():
+    """What a run gives on the CPU, and on the device "pretend"."""
+    backend_registration._setup_privateuseone_for_python_backend("pretend")
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    torch._C._set_only_lift_cpu_tensors(True)                           # torch.tensor(x, device=...) makes a copy, too
     options = SMALL | dict(beta=0.1, sync_ref_model=True, num_mini_batches=2, mask_truncated_completions=True,
                            per_device_train_batch_size=3, max_completion_length=5)
     found, tokenizer, config = [], grpo.tiny_tokenizer(), grpo.GRPOConfig(**options)
@@ -701,7 +700,14 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu():
             found.append(metrics | {"step_time": 0, "accuracy": right})
         with pytest.raises(RuntimeError, match="two devices"):
             policy.lm_head.weight + torch.ones(32)
-    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
+    return found
+
+
+def test_a_run_on_another_device_is_the_run_on_the_cpu():
+    """No tensor is on the wrong device, which here is an error as on CUDA, and the metrics are the same."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:          # torch wants its devices before it learns
+        here, there = pool.apply(here_and_there)
+    assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
 
 
 def test_a_gpu_samples_as_it_scores_trains_and_resumes(data):
