@@ -60,7 +60,7 @@ def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
     """A folder that is there, other problems than texts: exit code 2."""
     (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
-    (task / "none.jsonl").write_text('{"prompt": "a>"}')
+    (task / "none.jsonl").write_text('{"prompt": "a>", "solution": "a"}\n{"prompt": "b>", "solution": null}')
     for file, folder, message in (("task.jsonl", ".", "is there already"), ("absent.jsonl", "m", "absent.jsonl"),
                                   ("chat.jsonl", "m", "both texts"), ("none.jsonl", "m", "both texts")):
         with pytest.raises(SystemExit) as exit:
