@@ -28,7 +28,7 @@ def small_model(*words):
 
 
 def test_the_printed_command_trains_the_model(task, capsys):
-    """The share of right words, held out and greedy, was 0.00 to 0.10 before, 1.00 after 60 steps (3 seeds)."""
+    """Right words, held out and greedy: 0.03 to 0.19 before, 30 of 31 after (seeds 42, 1, 2); "gag" has an unseen g."""
     small_model(task / "task.jsonl", task / "model", "--eval_dataset", task / "held_out.jsonl")
     python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert python == "python" and script.endswith("grpo.py")
