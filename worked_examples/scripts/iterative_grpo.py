@@ -7,7 +7,7 @@ true accuracy) prefers one. r_φ is a language model that begins as the policy. 
 answer: DPO's reward (arXiv:2305.18290) without its reference.
 
 The last line is "true accuracy: A -> B" on held-out problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one
-to two minutes on one core. The flags are those of grpo.py; an outer iteration has --ref_model_sync_steps steps.
+to two minutes on one core. The flags are the fields of GRPOConfig; an outer iteration has --ref_model_sync_steps steps.
 """
 
 import copy
@@ -17,13 +17,10 @@ from pathlib import Path
 
 import numpy
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
-
-# "batch": r_φ's noise in a group of like answers stays small
-FLAGS = """--model tiny --scale_rewards batch --beta 0.1 --sync_ref_model true --ref_model_sync_steps 10
-    --generation_batch_size 256""".split()
 
 
 class RewardModel:
@@ -73,7 +70,10 @@ def ranked_pairs(rollout, G):
 
 
 def main():
-    config, *_ = grpo.parse_options([*FLAGS, *sys.argv[1:]])
+    parser = transformers.HfArgumentParser(grpo.GRPOConfig)
+    parser.set_defaults(**grpo.TINY | dict(              # "batch": r_φ's noise in a group of like answers stays small
+        scale_rewards="batch", beta=0.1, sync_ref_model=True, ref_model_sync_steps=10, generation_batch_size=256))
+    config, = parser.parse_args_into_dataclasses()
     G, M = config.num_generations, config.ref_model_sync_steps
     torch.set_num_threads(1)                              # for so small a model, more would wait
     policy, tokenizer = grpo.load_model("tiny", config.seed)

@@ -54,7 +54,7 @@ def load(argv):
 
 
 def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
-    """The first of 400 samples with unequal rewards, in_halves: of two texts alike often; else the last one."""
+    """The first of 400 samples with unequal rewards, in_halves: of two texts alike often."""
     for step in range(400):
         rng = grpo.step_rng(config, step)
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
@@ -62,8 +62,8 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
         advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
         texts = rollout.completions
         if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
-            break
-    return rollout, rewards_per_func, advantages
+            return rollout, rewards_per_func, advantages
+    raise grpo.InputError("dataset: got 400 groups of answers without one to show; allowed are groups of unequal rewards")
 
 
 def find_forks(answers, advantages):

@@ -4,7 +4,8 @@
 
 An answer of the tiny task has three steps: <think>7+5=12, then 4+8+1=13</think> then 132<eos>. A step is worth 1 if it
 is what a teacher writes who never forgets the carry, else 0. All that is new against outcome supervision is the
-function step_advantages, which train takes as compute_advantages. It takes about a minute on one core.
+function step_advantages, which train takes as compute_advantages. It takes about a minute on one core. The flags are
+the fields of GRPOConfig.
 """
 
 import functools
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -60,7 +62,9 @@ def show_an_answer(rollout, advantages, tokenizer):
 
 
 def main():
-    config, *_ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
+    parser = transformers.HfArgumentParser(grpo.GRPOConfig)
+    parser.set_defaults(**grpo.TINY | {"max_steps": 100})
+    config, = parser.parse_args_into_dataclasses()
     torch.set_num_threads(1)                                            # for so small a model, more would wait
     policy, tokenizer = grpo.load_model("tiny", config.seed)
     problems, held_out = grpo.tiny_problems(config.seed)

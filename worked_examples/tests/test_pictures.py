@@ -17,6 +17,7 @@ from conftest import EXAMPLES, by_row
 import grpo
 from worked_examples.scripts import figures, look_at_a_group
 
+
 def small_model():
     """The tiny model, with weights so large that some of its answers begin alike."""
     model = grpo.tiny_model(grpo.tiny_tokenizer(), 0)
@@ -140,8 +141,8 @@ def test_the_page_shows_updates_methods_and_both_views_in_a_browser(tmp_path):
     assert chosen == [*["false-1"] * 3, "true0", *["false-1"] * (len(chosen) - 4)]
 
 
-def test_the_committed_pictures_and_page_are_those_of_the_code():
-    """No picture more, none less; the page has the template of today, 400 KB at most and no address"""
+def test_each_picture_can_be_drawn_and_is_committed_and_the_page_is_that_of_the_template():
+    """No picture more, none less; the page has 400 KB at most and no address"""
     for draw, colours in itertools.product(figures.DRAWINGS.values(), figures.COLOURS.values()):
         assert draw(**colours).axes
     drawn = [f"{name}{suffix}.png" for name in figures.DRAWINGS for suffix in figures.COLOURS]

