@@ -342,12 +342,11 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     # Padding is emptied first: a NaN that is multiplied by 0 later would reach the gradient.
     mask = completion_mask != 0
     logps = torch.where(mask, logps, 0)                                         # (B, T)
-    old_logps = torch.where(mask, old_logps.detach(), 0)                        # (B, T)
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)                                    # (B, 1)
     advantages = torch.where(mask, advantages, 0)                               # (B, T)
     ratio = importance_ratio(
-        logps, old_logps, mask, importance_sampling_level=importance_sampling_level)
+        logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
     lower, upper = 0.0, torch.inf                              # the range in which ρ is not clipped
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
