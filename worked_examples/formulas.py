@@ -7,24 +7,10 @@ They pass the tests of the formulas:
 
     python worked_examples/check_your_own/check.py worked_examples/formulas.py
 
-grpo.py makes them safe. It adds to
-
-    group_advantages          other scales, a std by G, and exactly 0 where the rewards of a group are equal in float32
-    leave_one_out_advantages  exactly 0 there, too (scripts/variants.py)
-    broadcast_advantages      0 at padding also for an advantage of NaN
-    make_completion_mask      the EOS ids as a tensor, tokens on any device
-    selective_log_softmax     ids of any integer type
-    entropy_from_logits       words of probability 0, whose logit is -inf
-    per_token_logps           position ids (left padding moves nothing), invalid ids at padding, float32 for bfloat16
-    importance_ratio          answers without a token, and 1 at padding
-    clipped_surrogate_loss    delta, a second clip where A < 0
-    kl_estimate               k1 and k2; k3 is never below 0 in float32 either
-    aggregate                 answers without a token; parts of a split batch, which add up to the whole (not bnpo)
-    grpo_loss                 cispo, sapo, delta, splits of a batch, and epsilon_high=None for epsilon_low
-
-Besides, no value at padding, not even NaN, reaches a result or a gradient of a function that takes a mask.
-Errors there, but not here: unknown words, groups of one, beta without ref_logps, prompts padded on the right,
-completion masks with holes in per_token_logps, wrong shapes that would broadcast.
+grpo.py makes them safe. With -m beyond or -m errors, this command shows what it adds. Above all, no value at padding,
+not even NaN, reaches a result or a gradient of a function of grpo.py that takes a mask. Errors there, but not here:
+unknown words, groups of one, beta without ref_logps, prompts padded on the right, completion masks with holes in
+per_token_logps, wrong shapes that would broadcast.
 """
 
 import torch

@@ -85,11 +85,11 @@ if __name__ == "__main__":
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
-    if held_out:
-        before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
     if "--compare" in sys.argv:
         compare(policy, tokenizer, dataset, reward_funcs, config, flags)
     trainer = make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags)
+    if held_out:                                                # by now the policy is on the trainer's device
+        before = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     if held_out:
         after = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)

@@ -26,6 +26,7 @@ from worked_examples.course import homework
 SECONDS = 60                                                            # for the import of a file, and for each law
 FORMULA = {"grpo_loss": 14, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
            "clipped_surrogate_loss": 4, "kl_estimate": 4, "aggregate": 4}        # points; the other functions 2
+MARKS = ("formula", "beyond", "errors")
 fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
@@ -57,7 +58,7 @@ def examine(path, name, questions):
     sys.modules["grpo"] = None                                          # importing it is an error
     unusable = failure(lambda: check.load(path))
     if unusable:
-        return {"formula": unusable}
+        return dict.fromkeys(MARKS, unusable)
     homework.put(sys.modules["your_file"], [name])
     lost = {}
     for mark, title, call in questions:
@@ -68,7 +69,7 @@ def examine(path, name, questions):
 
 
 def in_a_process(function, *arguments):
-    """What a function returns in a process of its own, or how this process ended."""
+    """What a function returns in a process of its own; an error says how this process ended."""
     receiver, answer = fork.Pipe(duplex=False)
     process = fork.Process(target=lambda: answer.send(function(*arguments)))
     process.start()
@@ -77,8 +78,17 @@ def in_a_process(function, *arguments):
         return receiver.recv()
     except EOFError:
         process.join()
-    in_time = process.exitcode != -signal.SIGALRM
-    return {"formula": f"ends with exit code {process.exitcode}" if in_time else f"does not end in {SECONDS} seconds"}
+    if process.exitcode == -signal.SIGALRM:
+        raise ChildProcessError(f"does not end in {SECONDS} seconds")
+    raise ChildProcessError(f"ends with exit code {process.exitcode}")
+
+
+def losses(path, name, questions):
+    """What examine returns; if its process ends before, all points are lost."""
+    try:
+        return in_a_process(examine, path, name, questions)
+    except ChildProcessError as error:
+        return dict.fromkeys(MARKS, str(error))
 
 
 def grade(path, word="", json_file=None):
@@ -90,16 +100,16 @@ def grade(path, word="", json_file=None):
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
     sys.modules["test_grpo"].Difference.law = ""                        # a failure's text begins with it
     given(strategies.none())(lambda nothing: None)()                    # what Hypothesis loads serves all processes
-    unusable = in_a_process(examine, path, "", [])
+    unusable = losses(path, "", [])
     written = [] if unusable else homework.written(path)
     tests = []
     for name in [name for name in questions if word in name]:
-        lost = unusable or {"formula": "not written"}
+        lost = unusable or dict.fromkeys(MARKS, "not written")
         if name in written:
-            lost = in_a_process(examine, path, name, questions[name])
-        for mark in ("formula", "beyond", "errors"):
+            lost = losses(path, name, questions[name])
+        for mark in MARKS:
             if mark in [question[0] for question in questions[name]]:
-                why = lost.get(mark) or ("the formula is wrong" if "formula" in lost else "")
+                why = lost.get(mark, "the formula is wrong" if "formula" in lost else "")
                 points = FORMULA.get(name, 2) if mark == "formula" else 1
                 tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
                 print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())

@@ -34,20 +34,23 @@ GRPO, VARIANTS = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
 COURSE = Path(__file__).with_name("README.md")
 
 
-def functions(path):
-    """{name: syntax tree} of the functions of a file; of grpo.py those up to §8, the maths."""
-    maths = Path(path).read_text(encoding="utf-8").partition("\n# §9 ")[0]
-    return {node.name: node for node in ast.parse(maths).body if isinstance(node, ast.FunctionDef)}
-
-
 def exercises(path):
-    """Those with a docstring."""
-    return {name: node for name, node in functions(path).items() if ast.get_docstring(node)}
+    """{name: syntax tree} of the functions of a file that the laws ask."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in check.NAMES}
 
 
 def written(path):
-    """The names of those that have a body."""
-    return [name for name, node in functions(path).items() if ast.unparse(node.body[-1]) != "raise NotImplementedError"]
+    """The names that a file defines or assigns, but for the functions that have no body yet."""
+    names = set()
+    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.FunctionDef):
+            body = [ast.unparse(part) for part in node.body if not isinstance(part, ast.Expr)]     # without docstring
+            if body != ["raise NotImplementedError"]:
+                names.add(node.name)
+    return names
 
 
 def emptied(path):
@@ -111,7 +114,7 @@ def table(seed):
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
     torch.set_num_threads(1)                                            # for so little work more would wait
-    names = list(exercises(GRPO))
+    names = exercises(GRPO)
     yours = [name for name in names if name in written(path)]
     put(check.load(path), yours)
     print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
@@ -128,19 +131,19 @@ def run(path, flags):
 
 def main(argv):
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="FILE", nargs="?")
     parser.add_argument("--new", metavar="FILE")
     parser.add_argument("--grade", metavar="FILE")
     parser.add_argument("-k", metavar="WORD", default="")
     parser.add_argument("--json", metavar="FILE")
-    options, flags = parser.parse_known_args(argv)                      # the flags are grpo.py's
-    path = options.run or options.grade or options.new
-    if not path or flags and not options.run:
+    options, words = parser.parse_known_args(argv)                      # of a run: the file, and grpo.py's flags
+    path = options.grade or options.new
+    if bool(path) == bool(words) or words and words[0].startswith("-"):
         parser.exit(2, parser.format_usage())
+    path = path or words[0]
     if Path(path).is_file() == (path == options.new):
         parser.exit(2, f"homework.py: error: {path} is {'there already' if options.new else 'not there'}\n")
-    if options.run:
-        return run(path, flags)
+    if words:
+        return run(path, words[1:])
     if options.new:
         return new(path)
     from worked_examples.course import grading

@@ -1,7 +1,6 @@
 """Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
     python worked_examples/course/spot_the_bug.py 7 > grpo_bug.py   what a run shows is at the top
-    python worked_examples/course/spot_the_bug.py 7 --hint          the function that has it
     python worked_examples/course/spot_the_bug.py 7 --answer        the exhibit
 
 The docstrings are right. 1-10 are easy, 22-26 hard, the last two show in float32. --exhibit: the museum's own numbers.
@@ -42,27 +41,15 @@ def symptoms(exhibit):
     return [seen for seen, numbers in rows if str(exhibit) in numbers.split(", ")]
 
 
-def function(exhibit):
-    """The name of the function in which the first line differs from grpo.py's."""
-    name = ""
-    for right, wrong in zip(RIGHT.splitlines(), patched(exhibit).splitlines()):
-        if right != wrong:
-            return name
-        if right.startswith("def "):
-            name = right[4:].partition("(")[0]
-
-
 def main(argv):
     parser = argparse.ArgumentParser(prog="spot_the_bug.py", usage=__doc__, allow_abbrev=False)
     parser.add_argument("number", type=int, choices=range(1, len(ORDER) + 1))
-    for flag in ("--exhibit", "--hint", "--answer"):
-        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--exhibit", action="store_true")
+    parser.add_argument("--answer", action="store_true")
     options = parser.parse_args(argv)
     exhibit = options.number if options.exhibit else ORDER[options.number - 1]
     if options.answer:
         print(exhibits()[exhibit])
-    elif options.hint:
-        print(function(exhibit))
     else:
         print(*(f"# what you see: {seen}" for seen in symptoms(exhibit)), patched(exhibit), sep="\n", end="")
 

@@ -1,6 +1,7 @@
 """What check.py says of a file: same, differs, waits, not there."""
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -8,8 +9,11 @@ import sys
 
 from conftest import EXAMPLES
 
+import grpo
+from worked_examples import formulas
 from worked_examples.check_your_own import check
 from worked_examples.course import grading
+from worked_examples.scripts import variants
 
 FORMULAS = (EXAMPLES / "formulas.py").read_text(encoding="utf-8")
 
@@ -53,3 +57,12 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     assert said["kl_estimate"].startswith("same")
     assert said["entropy_from_logits"] == "not there: it raises NotImplementedError"
     assert said["aggregate"].startswith("differs")
+
+
+def test_the_formulas_keep_in_step_with_grpo_py():
+    """Arguments have its names and defaults (None: grpo.py decides)"""
+    for name, function in inspect.getmembers(formulas, inspect.isfunction):
+        theirs = inspect.signature(vars(grpo).get(name) or vars(variants)[name]).parameters
+        for ours in inspect.signature(function).parameters.values():
+            assert theirs[ours.name].kind == ours.kind, (name, ours)
+            assert theirs[ours.name].default in (ours.default, None), (name, ours)
