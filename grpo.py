@@ -71,11 +71,11 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     assert not unscored, (
         f"rewards_per_func: got no reward in rows {unscored}; allowed is one or more in each")
     rewards = rewards_per_func * 1.0                           # (B, F); integers become floats
-    if reward_weights is None:
-        return rewards.nansum(1)                                                # (B,)
-    weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
-    assert weights.shape == rewards.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
-    return (rewards * weights).nansum(1)                                        # (B,)
+    if reward_weights is not None:
+        weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
+        assert weights.shape == rewards.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
+        rewards = rewards * weights
+    return rewards.nansum(1)                                                    # (B,)
 
 
 # §2 Group statistics and advantages ---------------------------------------------------------------
@@ -107,7 +107,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     (arXiv:2503.20783) §3.1. Args: as in group_stats. Returns: (B,), exactly 0 in a silent group.
     """
     mean, std = group_stats(rewards, num_generations, correction=correction)    # (P,), (P,)
-    centred = rewards - mean.repeat_interleave(num_generations)                 # (B,)
+    centred = rewards * 1.0 - mean.repeat_interleave(num_generations)           # (B,)
     if scale_rewards == "group":
         scale = std.repeat_interleave(num_generations) + eps                    # (B,)
     elif scale_rewards == "batch":
@@ -175,16 +175,16 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     None.
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
-    mask = torch.cat([prompt_mask != 0, completion_mask != 0], 1).long()        # (B, L+T)
-    holes = mask[:, prompt_ids.size(1):].diff(dim=1) > 0
+    padding = completion_mask == 0                                              # (B, T)
+    holes = padding.long().diff(dim=1) < 0                     # a real token after padding
     assert not holes.any(), "completion_mask: got a row with a hole; allowed is ones, then zeros"
-    ids = torch.cat([prompt_ids, completion_ids], 1).long() * mask              # 0 at padding
+    mask = torch.cat([prompt_mask != 0, ~padding], 1).long()                    # (B, L+T)
+    ids = torch.cat([prompt_ids, completion_ids], 1) * mask    # 0 at padding
     positions = (mask.cumsum(1) - 1).clamp(min=0)              # 0 is each row's first real token
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    padding = completion_mask == 0                                              # (B, T)
     logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])          # (B, T)
     logps = logps.masked_fill(padding, 0)
     if not compute_entropy:
@@ -250,8 +250,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. Means over the next token,
-    drawn from π_θ after a fixed text, with a fixed weight in the loss:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. On average
+    over the next token, drawn from π_θ after a given text, with a constant weight in the loss:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
@@ -301,11 +301,10 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
         return per_token_loss.sum() / num_tokens
     if loss_type == "dapo":
         return per_token_loss.sum() / (num_items_in_batch or num_tokens)
-    if loss_type != "dr_grpo":
-        raise ValueError(f"loss_type: got {loss_type!r}; allowed: grpo, bnpo, dr_grpo, dapo")
-    if max_completion_length is None:
-        raise ValueError("max_completion_length: got None; allowed is T_max, the limit of sampling")
-    return per_token_loss.sum() / (num_rows * max_completion_length)
+    if loss_type == "dr_grpo":
+        assert max_completion_length, "max_completion_length: got None; allowed with dr_grpo: T_max"
+        return per_token_loss.sum() / (num_rows * max_completion_length)
+    raise ValueError(f"loss_type: got {loss_type!r}; allowed: grpo, bnpo, dr_grpo, dapo")
 
 
 # §7 The loss --------------------------------------------------------------------------------------
@@ -347,7 +346,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     advantages = torch.where(mask, advantages, 0)                               # (B, T)
     ratio = importance_ratio(
         logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
-    lower, upper = 0.0, torch.inf                              # the range in which ρ is not clipped
+    lower, upper = 0.0, torch.inf                              # beyond, ρ is clipped; sapo: never
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
         lower, upper = 1 - epsilon_low, 1 + epsilon_high
@@ -399,8 +398,7 @@ def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
     """
     assert advantages.dim() == ratio.dim(), (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
-    tau = torch.full_like(advantages, temperature_neg)
-    tau = tau.masked_fill(advantages > 0, temperature_pos)
+    tau = torch.where(advantages > 0, temperature_pos, ratio.new_tensor(temperature_neg))
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
@@ -506,7 +504,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             cache = output.past_key_values
             if t == 0:                                         # (P, V) so far; now G times each
                 prompt_of = live // num_generations                             # (B,)
-                cache.reorder_cache(prompt_of)                 # which also repeats
+                cache.reorder_cache(prompt_of)                 # picks rows, so it also repeats
                 logits, mask = logits[prompt_of], mask[prompt_of]               # (B, V), (B, L)
             if uniforms is None:
                 token = logits.argmax(-1)                                       # (live,)
@@ -527,8 +525,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             new_ids = token.unsqueeze(1)                                        # (live, 1)
     if not logps.isfinite().all():
         raise FloatingPointError(f"the logits of this {type(model).__name__} are not finite")
-    completion_mask = make_completion_mask(completion_ids, eos)
-    return completion_ids[:, :t + 1], completion_mask[:, :t + 1], logps[:, :t + 1]
+    completion_ids = completion_ids[:, :t + 1]                                  # (B, T)
+    return completion_ids, make_completion_mask(completion_ids, eos), logps[:, :t + 1]
 
 
 def encode_prompts(tokenizer, prompts, device):
@@ -580,10 +578,10 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                         # (B,)
-    learns = terminated | (not config.mask_truncated_completions)               # (B,)
+    kept = terminated | (not config.mask_truncated_completions)                 # (B,)
     examples = [copy.deepcopy(example) for example in examples for _ in range(G)]         # B
     prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask))
-    loss_mask = completion_mask * learns.unsqueeze(1)                           # (B, T)
+    loss_mask = completion_mask * kept.unsqueeze(1)                             # (B, T)
     return Rollout(examples, completions, prompt_ids, prompt_mask, completion_ids, completion_mask,
                    loss_mask, sampler_logps, terminated)
 
@@ -700,7 +698,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7
         rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8
         advantages = compute_advantages(rewards_per_func, rollout, config)      # 9
-        # One update: π_old is π_θ itself, so it needs no pass.
+        # The weights are still those of line 6. With one update π_old is π_θ: no pass.
         old_logps = None if on_policy else score_rollout(policy, rollout, config)       # 6
         ref_logps = score_rollout(state.reference, rollout, config) if state.reference else None
         updates = []
@@ -715,7 +713,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
 def initial_state(policy, config):
     """What a run carries from step to step besides the policy's weights."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     reference = copy.deepcopy(policy).eval() if config.beta > 0 else None       # π_ref
     return SimpleNamespace(step=0, optimizer=optimizer, reference=reference)
 
@@ -723,7 +721,7 @@ def initial_state(policy, config):
 def step_rng(config, step):
     """What a step draws follows from seed and step, so a resumed run draws the same.
 
-    In this order: prompts, answers, mini-batches.
+    In this order: prompts, answers, mini-batches. The 3: the demo draws with 1 and 2.
     """
     return numpy.random.default_rng([config.seed, 3, step])
 
@@ -781,7 +779,7 @@ def mini_batches(config, rng):
     for _ in range(config.num_iterations):
         order = rng.permutation(config.generation_batch_size)
         for rows in numpy.array_split(order, config.num_mini_batches):
-            yield torch.tensor(numpy.sort(rows))               # about (B / num_mini_batches,)
+            yield torch.tensor(numpy.sort(rows))               # sorted: parts as in score_rollout
 
 
 def learning_rate(config, step):
@@ -805,8 +803,9 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     rows = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    difference = 0.0                # if large: a bug in positions, temperature, masks or the cache
+    sampler_difference = 0.0        # if large: a bug in positions, temperature, masks or the cache
     state.optimizer.zero_grad()
+    # Without rows there is no gradient, and AdamW moves nothing; split() would give one empty part.
     for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
         old = logps.detach() if old_logps is None else old_logps[part]          # (part, T)
@@ -817,7 +816,8 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
-        difference = max(difference, (old - rollout.sampler_logps[part]).abs().max().item())
+        differences = (old - rollout.sampler_logps[part]).abs()                 # (part, T)
+        sampler_difference = max(sampler_difference, differences.max().item())
     group, = state.optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(
         group["params"], config.max_grad_norm or math.inf, error_if_nonfinite=True)
@@ -825,7 +825,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     state.optimizer.step()
     state.optimizer.zero_grad()                                # sampling needs the memory
     return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"],
-                      "sampling/sampling_logp_difference/max": difference}
+                      "sampling/sampling_logp_difference/max": sampler_difference}
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):

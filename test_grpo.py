@@ -1247,7 +1247,8 @@ def test_a_function_keeps_the_dtype_and_changes_no_argument(name, call, like, dt
 @beyond("dtypes")
 @pytest.mark.parametrize("name, call, want", [
     ("group_advantages", lambda r: grpo.group_advantages(r, 4, eps=0.0), [1.5, -0.5, -0.5, -0.5]),
-    ("group_advantages", lambda r: grpo.group_advantages(r, 4, scale_rewards="none"), [0.75, *[-0.25] * 3]),
+    ("group_advantages", lambda r: grpo.group_advantages(r == 1, 4, scale_rewards="none"), [0.75, *[-0.25] * 3]),
+    ("sapo_loss", lambda r: grpo.sapo_loss(torch.tensor([1.3]), r - 1), [0.0, *[oracle_sapo(1.3, -1)] * 3]),
     ("process_advantages", lambda r: grpo.process_advantages(
         r.view(2, 2), torch.tensor([[0, 1]] * 2), torch.ones(2, 2), 2, eps=0.0), [[1.0, -0.5], [-1.0, -0.5]])])
 def test_whole_numbers_are_rewards_as_floats_are(name, call, want):
