@@ -9,7 +9,6 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "worked_examples"
@@ -50,8 +49,7 @@ def cold_started(seed):
 def chat_tokenizer():
     """The tiny task's tokenizer, with a chat template."""
     tokenizer = grpo.tiny_tokenizer()
-    contents = "{% for m in messages %}{{m.content}}{% endfor %}"
-    tokenizer.chat_template = contents + "{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}{{'=' * add_generation_prompt}}"
     return tokenizer
 
 
@@ -78,22 +76,6 @@ def steps_of(model, reward_funcs=(by_row,), compute_advantages=grpo.outcome_adva
                       compute_advantages=compute_advantages)
 
 
-REWARDS = '''
-calls = []
-
-def length(completion_ids, **kwargs):
-    calls.append(1)
-    if len(calls) == {call}:
-        {what}
-    return [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]
-'''
-
-
-def write_rewards(folder, call=0, what="pass"):
-    """A file of a reward function, and what it does when it is called for this time."""
-    (folder / "rewards.py").write_text(REWARDS.format(call=call, what=what))
-
-
 def command(data, **options):
     """The arguments of a short run; None leaves a flag out."""
     usual = dict(model=data / "models/Llama", dataset=data / "text.jsonl", num_generations=4, generation_batch_size=8,
@@ -108,8 +90,7 @@ def command(data, **options):
 
 def cli(*arguments):
     """main() in this process: its exit code and what it printed, as python would have it."""
-    with (contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err,
-          mock.patch.object(sys, "path", [*sys.path])):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             code = grpo.main([str(word) for word in arguments])
         except SystemExit as exit:
@@ -124,14 +105,10 @@ def lines_of(folder):
     return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def assert_same_run(a, b):
-    """The same lines of metrics, and the same bits in the weights of the checkpoint that is left."""
-    assert lines_of(a) == lines_of(b)
-    one, other = [next(folder.glob("checkpoint-*/model.safetensors")).read_bytes() for folder in (a, b)]
+    """The same lines of metrics, and the same bits in the weights of the checkpoint of step 3, the only one left."""
+    assert lines_of(a) == lines_of(b) and sorted(os.listdir(a)) == ["checkpoint-3", "metrics.jsonl"]
+    one, other = [(folder / "checkpoint-3/model.safetensors").read_bytes() for folder in (a, b)]
     assert one == other
 
 
@@ -157,6 +134,9 @@ def data(models, tmp_path):
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
     for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    write_rewards(tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "def length(completion_ids, **columns):\n"
+        "    return [None if 11 in ids else i % 4 - 0.1 * len(ids) for i, ids in enumerate(completion_ids)]\n"
+        "def nothing(completions, **columns): return [None] * len(completions)\n")
     (tmp_path / "models").symlink_to(models)
     return tmp_path
