@@ -250,8 +250,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
-    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0. On average
-    over the next token, drawn from π_θ after a given text, with a constant weight in the loss:
+    k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0.
+    On average over the next token, drawn from π_θ after a given text, with a constant weight:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
@@ -346,7 +346,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     advantages = torch.where(mask, advantages, 0)                               # (B, T)
     ratio = importance_ratio(
         logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
-    lower, upper = 0.0, torch.inf                              # beyond, ρ is clipped; sapo: never
+    lower, upper = 0.0, torch.inf                              # outside, ρ counts as clipped
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
         lower, upper = 1 - epsilon_low, 1 + epsilon_high
@@ -779,7 +779,7 @@ def mini_batches(config, rng):
     for _ in range(config.num_iterations):
         order = rng.permutation(config.generation_batch_size)
         for rows in numpy.array_split(order, config.num_mini_batches):
-            yield torch.tensor(numpy.sort(rows))               # sorted: parts as in score_rollout
+            yield torch.tensor(numpy.sort(rows))               # in the order of the batch
 
 
 def learning_rate(config, step):
