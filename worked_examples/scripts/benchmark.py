@@ -2,10 +2,9 @@
 
     python worked_examples/scripts/benchmark.py                    the tiny task
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
-    python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
-The flags are grpo.py's: --model and --dataset may be yours. A figure is the median over the steps, and the range. A
-step is the time from reward to reward, so that the first sampling, which warms up, does not count. On CPU the seconds
+The flags are grpo.py's, so that --model and --dataset may be yours. A figure is the median over the steps, and the
+range. A step is the time from reward to reward: the first sampling, which warms up, does not count. On CPU the seconds
 are those of one thread.
 """
 
@@ -23,37 +22,13 @@ import transformers
 
 import grpo
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = torch.cuda.is_available()
 
 
 def now():
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-def sum_of_ids(completion_ids, **kwargs):
-    """The reward of random weights: it costs nothing, and differs within a group."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-def load(argv):
-    """What grpo.train takes. 0.5B: prompts of 128 tokens, answers that no EOS ends."""
-    if "0.5B" in argv:
-        config, *_ = grpo.parse_options(["--dataset", "none", "--max_steps", "6", "--bf16", "true", *argv])
-        shape = transformers.Qwen2Config(
-            vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-            num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-        with DEVICE:
-            model = transformers.Qwen2ForCausalLM(shape)
-        return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids], config
-    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *argv])
-    problems, _, model, tokenizer = grpo.load_job(config, options)
-    model.to(DEVICE)
-    if options.model == "tiny":
-        grpo.cold_start(model, tokenizer, problems, config.seed)
-    return model, tokenizer, problems, [grpo.load_reward_func(name) for name in options.reward_funcs], config
+    return time.perf_counter() if ON_GPU else time.process_time()
 
 
 def run_here(*job):
@@ -81,7 +56,7 @@ def measure(name, run, model, tokenizer, problems, reward_funcs, config):
     speeds = [sampled / length for sampled, length in zip(tokens[1:], seconds)]
     for what, values in ("a step (s)", seconds), ("sampled tokens a second", speeds):
         print(f"{name:8} {what:24} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})")
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         print(f"{name:8} peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         torch.cuda.reset_peak_memory_stats()
 
@@ -89,10 +64,16 @@ def measure(name, run, model, tokenizer, problems, reward_funcs, config):
 def main(argv):
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    job = load([word for word in argv if word != "--trl"])
-    measure("grpo.py", run_here, *job)
+    flags = [word for word in argv if word != "--trl"]
+    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
+    problems, _, model, tokenizer = grpo.load_job(config, options)
+    model.to("cuda" if ON_GPU else "cpu")
+    if options.model == "tiny":
+        grpo.cold_start(model, tokenizer, problems, config.seed)
+    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
+    measure("grpo.py", run_here, model, tokenizer, problems, reward_funcs, config)
     if "--trl" in argv:
-        measure("TRL", run_trl, *job)
+        measure("TRL", run_trl, model, tokenizer, problems, reward_funcs, config)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def method_in_one_picture():
     left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     left.set(xlim=(0, 100), ylim=(11.5, 0.3), title=f"1  Answer {data['prompt']} eight times, score each answer")
     left.axis("off")
-    left.text(56, 0.8, "reward = format + right", size=8.5, color=GREY)
-    left.text(86, 0.8, "advantage A", size=8.5, color=GREY)
+    left.text(60, 0.8, "reward", size=8.5, color=GREY)
+    left.text(76, 0.8, "advantage A", size=8.5, color=GREY)
     best_first = sorted(range(8), key=lambda i: -data["rewards"][i])
     for y, i in enumerate(best_first, 2):
         text, A = data["answers"][i]["text"], data["advantages"][i]
@@ -60,16 +60,15 @@ def method_in_one_picture():
         left.text(0, y, f"{beginning} {text[k + 1:]}", family="monospace", color=GREY)
         left.text(0, y, " " * k + "█", family="monospace", color=colour)
         left.text(0, y, " " * k + text[k], family="monospace", color=PAPER, weight="bold")
-        form, correct = [data["rewards_per_func"][name][i] for name in ("think_format_reward", "accuracy_reward")]
-        left.text(56, y, f"{data['rewards'][i]:g} = {form:g} + {correct:g}", color=colour)
-        left.text(86, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", color=colour)
+        left.text(60, y, f"{data['rewards'][i]:g}", color=colour)
+        left.text(76, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", color=colour)
     left.text(0, 10.4, "2  Push each token up (▲) or down (▼)", size=10.5, weight="bold")
     left.text(0, 11.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
               "they cancel (dapo).", size=8.5, color=GREY)
-    for values, colour, y, name in zip(100 * numpy.array(data["whole_run"]["probabilities"]).T, (BLUE, ORANGE),
-                                       (75, 15), ("1 (carry, right)", "0 (no carry, wrong)")):
-        right.plot(values, color=colour, lw=2.5)
-        right.text(60, y, f"{name}:\n{values[0]:.1f}% → {values[-1]:.1f}%", color=colour, ha="right", size=8.5)
+    carry, no_carry = 100 * numpy.array(data["whole_run"]["probabilities"]).T
+    right.plot(carry, color=BLUE, lw=2.5, label=f"1, the carry:\n{carry[0]:.1f}% → {carry[-1]:.1f}%")
+    right.plot(no_carry, color=ORANGE, lw=2.5, label=f"0, wrong:\n{no_carry[0]:.1f}% → {no_carry[-1]:.1f}%")
+    right.legend(loc="center right")
     right.set(xlabel="step of the demo", ylabel=f"% next token after …{beginning[-8:]}", title="3  Repeat")
     return figure
 
@@ -87,7 +86,7 @@ def one_page():
         for x, text in ((0, answer), (2.5, score), (5, advantage)):
             left.text(x, y, text, size=12, color=colour)
     before = right.bar(numpy.arange(3) - 0.2, [100 / 3] * 3, 0.36, color=PALE)
-    updated = right.bar(numpy.arange(3) + 0.2, 100 * after, 0.36, color=[BLUE, ORANGE, ORANGE])
+    updated = right.bar(numpy.arange(3) + 0.2, (100 * after).tolist(), 0.36, color=[BLUE, ORANGE, ORANGE])
     right.bar_label(before, fmt="%.0f%%")
     right.bar_label(updated, fmt="%.0f%%", weight="bold")
     right.set(xticks=range(3), xticklabels=["12", "11", "13"], yticks=[], ylim=(0, 48),

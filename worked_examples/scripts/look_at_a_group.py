@@ -12,6 +12,7 @@ and after each of ten updates.
 import argparse
 import json
 import sys
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,14 +66,14 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
 
 
 def find_forks(answers, advantages):
-    """The beginnings after which answers differ, the largest pushes first -> the next tokens -> their ΣA."""
-    pulls = {}
+    """The beginnings after which answers differ, and the next tokens: those with the largest pushes first."""
+    pulls = defaultdict(Counter)                                        # beginning -> next token -> ΣA
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):
-            after = pulls.setdefault(tuple(ids[:t]), {})
-            after[token] = after.get(token, 0.0) + A
-    forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
-    return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
+            pulls[tuple(ids[:t])][token] += A
+    forks = [beginning for beginning, after in pulls.items() if len(after) > 1]
+    forks.sort(key=lambda beginning: -sum(map(abs, pulls[beginning].values())))
+    return [{"prefix": beginning, "words": list(pulls[beginning]), "probabilities": []} for beginning in forks]
 
 
 def next_token_probs(policy, question, beginning, temperature):
@@ -110,23 +111,25 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
         _, entropies = grpo.per_token_logps(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
             temperature=config.temperature, compute_entropy=True)
-    rows, state, updates, probs = torch.arange(len(answers)), grpo.initial_state(policy, config), [], []
-    for u in range(config.num_iterations + 1):
-        if u > 0:                                                       # at first the reference is the policy
-            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
-        updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
-        probs.append([next_token_probs(policy, question, beginning, config.temperature) for beginning in forks])
 
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
             return [numbers(row[:len(ids)]) for row, ids in zip(x, answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
-    words = []                                                          # of a fork: sampled, or likely
-    for k, after in enumerate(forks.values()):
-        likely = torch.stack([p[k] for p in probs]).amax(0) > 0.01
-        words.append(sorted({*after, *likely.nonzero()[:, 0].tolist()}, key=lambda token: -probs[0][k][token]))
-    names = names_of({token for ids in answers + words for token in ids}, tokenizer)
+    rows, state, updates = torch.arange(len(answers)), grpo.initial_state(policy, config), []
+    for u in range(config.num_iterations + 1):
+        if u > 0:                                                       # at first the reference is the policy
+            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
+        updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
+        for fork in forks:
+            probs = next_token_probs(policy, question, fork["prefix"], config.temperature)
+            if u == 0:                                                  # words that are likely, not sampled
+                words = {*fork["words"], *(probs > 0.01).nonzero()[:, 0].tolist()}
+                fork["words"] = sorted(words, key=lambda token: -probs[token])
+            fork["probabilities"].append(numbers(probs[fork["words"]]))
+
+    names = names_of({token for ids in [*answers, *(fork["words"] for fork in forks)] for token in ids}, tokenizer)
     named = lambda ids: [names[token] for token in ids]
     methods = {}
     for name, options in METHODS.items():
@@ -143,8 +146,7 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
         "counts": rollout.loss_mask.sum(1).tolist(), "entropies": numbers(entropies),
         "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
-        "forks": [{"prefix": named(beginning), "words": named(words[k]),
-                   "probabilities": [numbers(p[k][words[k]]) for p in probs]} for k, beginning in enumerate(forks)],
+        "forks": [fork | {"prefix": named(fork["prefix"]), "words": named(fork["words"])} for fork in forks],
         "run": grpo.loss_options(config) | {"scale_rewards": config.scale_rewards}}
 
 
