@@ -51,8 +51,8 @@ def method_in_one_picture():
     left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     left.set(xlim=(0, 100), ylim=(11.5, 0.3), title=f"1  Answer {data['prompt']} eight times, score each answer")
     left.axis("off")
-    left.text(60, 0.8, "reward", size=8.5, color=GREY)
-    left.text(76, 0.8, "advantage A", size=8.5, color=GREY)
+    left.text(56, 0.8, "reward: format + right", size=8.5, color=GREY)
+    left.text(85, 0.8, "advantage A", size=8.5, color=GREY)
     best_first = sorted(range(8), key=lambda i: -data["rewards"][i])
     for y, i in enumerate(best_first, 2):
         text, A = data["answers"][i]["text"], data["advantages"][i]
@@ -60,8 +60,8 @@ def method_in_one_picture():
         left.text(0, y, f"{beginning} {text[k + 1:]}", family="monospace", color=GREY)
         left.text(0, y, " " * k + "█", family="monospace", color=colour)
         left.text(0, y, " " * k + text[k], family="monospace", color=PAPER, weight="bold")
-        left.text(60, y, f"{data['rewards'][i]:g}", color=colour)
-        left.text(76, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", color=colour)
+        left.text(56, y, f"{data['rewards'][i]:g}", color=colour)
+        left.text(85, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", color=colour)
     left.text(0, 10.4, "2  Push each token up (▲) or down (▼)", size=10.5, weight="bold")
     left.text(0, 11.4, f"A = (reward − mean) / std, mean {data['mean']:g}, std {data['std']:.2f}.  Before the boxes "
               "they cancel (dapo).", size=8.5, color=GREY)
@@ -113,15 +113,13 @@ def real_model():
     """Page 7: real_model.csv."""
     lines = csv("real_model.csv")
     figure = Figure()
-    drawn = (("Three seeds learn", "reward", "right answers of a step", ("seed 42", "seed 43", "seed 44")),
-             ("Counting a word is hacked", "mentions", "mentions of the topic", ("hacked", "mended")))
-    for panel, (title, metric, label, runs) in zip(figure.subplots(1, 2), drawn):
-        for run, colour in zip(runs, (BLUE, ORANGE, INK)):
-            values = lines[metric][lines["run"] == run]
-            smooth = [values[max(0, i - 2):i + 1].mean() for i in range(len(values))]      # a step has four prompts
-            panel.plot(range(1, len(smooth) + 1), smooth, color=colour, lw=2, label=run)
-        panel.set(xlabel="step", ylabel=label, ylim=(0, None), title=title)
-        panel.legend()
+    panel = figure.subplots()
+    for run, colour in ("seed 42", BLUE), ("seed 43", ORANGE), ("seed 44", INK):
+        right = lines["reward"][lines["run"] == run]
+        smooth = [right[max(0, i - 2):i + 1].mean() for i in range(30)]         # a step has four prompts
+        panel.plot(range(1, 31), smooth, color=colour, lw=2, label=run)
+    panel.set(xlabel="step", ylabel="right answers of a step", ylim=(0, 1), title="Three seeds learn")
+    panel.legend()
     return figure
 
 
@@ -139,8 +137,6 @@ def two_runs():
         panel.plot(step, seeds.mean(1), color=BLUE, lw=2.5, label="the demo: ten seeds, their mean")
         panel.plot(step, collapse[metric], color=ORANGE, lw=2, label="learning rate × 10")
         panel.set(xlabel="step", title=title)
-    form = collapse["rewards/think_format_reward/mean"]
-    panels[0].plot(step, form, ":", color=ORANGE, lw=1.5, label="learning rate × 10: well-formed")
     panels[0].legend(loc="center right")
     panels[1].set_yscale("log")
     return figure

@@ -38,10 +38,10 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
     """Two small steps with the flags of each line: weights differ in the mean by a tenth of the step size"""
     rows = re.findall(r"^\| ([^|]+) \|.*\| `(--[^`]+)` \|$", (EXAMPLES / "10_variants.md").read_text(), re.M)
     small = "--generation_batch_size 32 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
-    tokenizer, (problems, _), learned = grpo.tiny_tokenizer(), grpo.tiny_problems(0), {}
+    learned = {}
     for method, flags in rows:
-        config, *_ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
-        policy = grpo.tiny_model(tokenizer, 0)
+        config, options, _ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
+        problems, _, policy, tokenizer = grpo.load_job(config, options)
         policy.load_state_dict(cold_started(0))
         assert len([*grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config)]) == 2
         learned[method] = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
