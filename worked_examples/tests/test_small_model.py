@@ -48,15 +48,6 @@ def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
         tokenizer("aq")
 
 
-def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
-    """The same seed, the same weights; another seed, or fewer imitated, and they are others."""
-    made = []
-    for number, flags in enumerate(["--imitate 9", "--imitate 9", "--imitate 9 --seed 1", "--imitate 0"]):
-        small_model(task / "task.jsonl", task / f"model{number}", *flags.split())
-        made.append((task / f"model{number}/model.safetensors").read_bytes())
-    assert made[0] == made[1] and len(set(made)) == 3
-
-
 @pytest.mark.parametrize("folder, row, message", [
     (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "both texts"),
     ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "both texts")])
