@@ -28,7 +28,7 @@ def load_problems(path):
     problems = grpo.load_dataset(path)
     for problem in problems:
         if not isinstance(problem["prompt"], str) or problem.get("solution") is None:
-            raise grpo.InputError(f"{path}: got {problem}; allowed are a prompt and a solution, both texts")
+            raise grpo.InputError(f"{path}: got {problem}; needed are a prompt, a text, and a solution")
     return [problem | {"solution": str(problem["solution"])} for problem in problems]
 
 

@@ -49,8 +49,8 @@ def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize("folder, row, message", [
-    (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "both texts"),
-    ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "both texts")])
+    (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "needed are"),
+    ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "needed are")])
 def test_what_is_wrong_is_one_line(tmp_path, capsys, folder, row, message):
     """A folder that is there; problems that are no texts"""
     (tmp_path / "task.jsonl").write_text(json.dumps(row))
