@@ -40,47 +40,33 @@ PROMPT_MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 LLAMA = make_model("Llama")
 
 
-def random_numbers(rows, seed):
-    return torch.rand(rows, 12, generator=torch.Generator().manual_seed(seed))
-
-
-def sample(model=LLAMA, uniforms=random_numbers(24, 0), G=8, temperature=0.7, pad=0):
+def sample(model, uniforms, G=2, temperature=0.7, pad=0):
     """G completions for each of these prompts, of at most 12 tokens; two words end one."""
     return grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=12, uniforms=uniforms,
                          eos_token_ids=[1, 2], num_generations=G, pad_token_id=pad, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1)])
-def test_recorded_logps_are_the_scorers(kind, pad):
-    """The sampler, with its cache, and the scorer, in one pass, say the same. Rows that have ended leave the batch."""
-    model = make_model(kind)
-    passes = passes_of(model)
-    ids, mask, logps = sample(model, pad=pad)
-    assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in mask.sum(0).tolist()[1:]]
-    prompts = (x.repeat_interleave(8, 0) for x in (PROMPT_IDS, PROMPT_MASK))
-    scored, _ = grpo.per_token_logps(model, *prompts, ids, mask, temperature=0.7)
-    assert 2 * mask.sum(1).min() < mask.sum(1).max()                    # ragged, or nothing is tested
-    close(logps, scored.detach(), atol=2e-5, rtol=0)
-    assert torch.equal(mask, grpo.make_completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
-
-
-@draws(5)
+@draws(3)
 @given(st.integers(0, 10**6))
-def test_each_token_is_where_its_uniform_number_falls(seed):
-    """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w, with p from a pass without padding, cache or other rows: a row sampled alone or
-    in a batch gives the same tokens. T -> 0: greedy, whatever u is."""
-    uniforms = random_numbers(6, seed)
-    ids, mask, _ = sample(uniforms=uniforms, G=2)
-    for i in range(6):
-        answer, prompt = ids[i][mask[i] == 1], PROMPT_IDS[i // 2][PROMPT_MASK[i // 2] == 1]
-        assert len(answer) == 12 or answer[-1] in (1, 2)
-        logits = LLAMA(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
-        probabilities = (logits / 0.7).softmax(-1)
-        high = probabilities.cumsum(-1).gather(1, answer[:, None])[:, 0]
-        low, u = high - probabilities.gather(1, answer[:, None])[:, 0], uniforms[i, :len(answer)]
-        assert (low - 1e-5 <= u).all() and (u <= high + 1e-5).all()
-    cold, greedy = sample(uniforms=uniforms[:3], G=1, temperature=1e-4), sample(uniforms=None, G=1)
-    assert torch.equal(cold[0], greedy[0]) and torch.equal(cold[1], greedy[1])
+def test_each_token_is_where_its_uniform_number_falls(kind, pad, seed):
+    """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w, and log p_o is recorded, with p from a pass without padding, cache or other
+    rows: a row sampled alone or in a batch gives the same tokens. Rows that have ended leave the batch. Greedy is the
+    limit of low temperatures: whatever u is, the likeliest token is taken."""
+    model, u = make_model(kind), torch.rand(6, 12, generator=torch.Generator().manual_seed(seed))
+    passes = passes_of(model)
+    ids, mask, logps = sample(model, u, pad=pad)
+    assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in mask.sum(0).tolist()[1:]]
+    assert torch.equal(mask, grpo.make_completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
+    for i, T in enumerate(mask.sum(1)):
+        answer, prompt = ids[i, :T], PROMPT_IDS[i // 2][PROMPT_MASK[i // 2] == 1]
+        logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1:-1]
+        p = (logits / 0.7).softmax(-1).detach()
+        high, of_token = p.cumsum(-1).gather(1, answer[:, None])[:, 0], p.gather(1, answer[:, None])[:, 0]
+        assert (high - of_token - 1e-5 <= u[i, :T]).all() and (u[i, :T] <= high + 1e-5).all()
+        close(logps[i, :T], of_token.log(), atol=2e-5, rtol=0)
+    (cold, *_), (greedy, *_) = sample(model, u, temperature=1e-4), sample(model, None)
+    assert torch.equal(cold, greedy)
 
 
 def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0():
@@ -122,17 +108,16 @@ def test_every_eos_id_ends_a_completion():
 # §10 What a step draws ------------------------------------------------------------------------------------------------
 
 @draws(30)
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_each_pass_deals_all_rows_to_the_mini_batches(groups, G, passes, data):
+@given(st.integers(1, 12), st.integers(1, 24), st.integers(1, 3))
+def test_each_pass_deals_all_rows_to_the_mini_batches(groups, n, passes):
     """Each pass is a partition of range(B) in sorted parts of about the same size."""
-    B = groups * (G + 1)
-    n = data.draw(st.integers(1, B))
-    config = grpo.GRPOConfig(num_generations=G + 1, generation_batch_size=B, num_mini_batches=n, num_iterations=passes)
+    B, n = 2 * groups, min(n, 2 * groups)
+    config = grpo.GRPOConfig(num_generations=2, generation_batch_size=B, num_mini_batches=n, num_iterations=passes)
     parts = [rows.tolist() for rows in grpo.mini_batches(config, numpy.random.default_rng(B))]
     assert len(parts) == n * passes and all(part == sorted(part) for part in parts)
     for i in range(0, len(parts), n):
         assert sorted(sum(parts[i:i + n], [])) == list(range(B))
-        assert max(map(len, parts[i:i + n])) - min(map(len, parts[i:i + n])) <= 1
+        assert len(parts[i]) - len(parts[i + n - 1]) <= 1 and len(parts[i + n - 1]) > 0
 
 
 @draws(30)
@@ -163,7 +148,6 @@ def test_the_step_size_rises_then_falls_and_stays_between_0_and_the_learning_rat
     """Up by equal amounts over warmup_steps, from there down by equal amounts, to be 0 at max_steps."""
     config = grpo.GRPOConfig(max_steps=steps, warmup_steps=warmup, learning_rate=top)
     rates = [grpo.learning_rate(config, step) for step in range(steps)]
-    assert all(0 < rate <= top for rate in rates)
     want = [top * (i + 1) / (warmup + 1) for i in range(warmup)] + [top]
     want += [top - top * (i + 1) / max(steps - warmup, 1) for i in range(steps)]
     assert rates == pytest.approx(want[:steps], abs=1e-12)
@@ -181,7 +165,8 @@ def first_two(completions, **kwargs):
 
 def assert_run_by_hand(**options):
     """A twin of the policy learns from its samples, each update in one pass: all metrics and weights are the same."""
-    policy, twin, reference = (make_model("Llama").double() for _ in range(3))
+    policy, twin, reference = (make_model("GPT2").double() for _ in range(3))
+    policy.train()                                                      # its dropout changes no run
     policy(torch.tensor([[5, 6]])).logits.sum().backward()              # it has gradients, as of a cold start
     c = grpo.GRPOConfig(**SMALL | options)
     optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
@@ -231,8 +216,8 @@ RUNS = [  # of two steps, or three, and of three passes, or two; each option tha
     dict(loss_type="grpo", scale_rewards="batch", reward_weights=[2.0, -1.0], warmup_steps=1, num_mini_batches=3,
          num_iterations=2),
     dict(loss_type="dr_grpo", scale_rewards="none", policy_loss="sapo", mask_truncated_completions=True),
-    dict(policy_loss="cispo", epsilon_high=1.01, beta=0.1, temperature=0.7),
-    dict(epsilon=0.1, epsilon_high=0.3, max_grad_norm=0.0), dict(epsilon=0.01, delta=1.02),
+    dict(policy_loss="cispo", epsilon_high=1.01, beta=0.1, temperature=0.7, max_grad_norm=0.0),
+    dict(epsilon=0.1, epsilon_high=0.3), dict(epsilon=0.01, delta=1.02),
     dict(importance_sampling_level="sequence", max_grad_norm=0.02)]
 
 
@@ -333,12 +318,6 @@ def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_dropout_changes_no_run():
-    one, other = make_model("GPT2").train(), make_model("GPT2").eval()
-    runs = [[metrics["grad_norm"] for *_, metrics in steps_of(model, max_steps=2, beta=0.1)] for model in (one, other)]
-    assert runs[0] == runs[1]
-
-
 def test_what_is_not_finite_ends_the_run_before_the_weights_change():
     """Here the gradient is not finite, though the loss is; then the weights, which give no samples."""
     model = make_model("Llama")
@@ -350,7 +329,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
     assert torch.equal(before, weight)
     model.model.embed_tokens.weight.data[9] = nan                       # a word of the second prompt
     with pytest.raises(FloatingPointError, match="LlamaForCausalLM are not finite"):
-        sample(model)
+        sample(model, torch.rand(6, 12))
 
 
 # §10 Rewards ----------------------------------------------------------------------------------------------------------
