@@ -407,12 +407,13 @@ def test_any_causal_lm_trains_on_a_file_and_answers_another(data):
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
-def test_held_out_problems_are_answered_greedily():
-    """The mean of the first reward function over the rows, in parts of a batch."""
+def test_held_out_problems_are_answered_greedily(capsys):
+    """The mean of the first reward function over the rows, in parts of a batch; the first four are shown."""
     length = lambda completion_ids, **columns: [len(ids) for ids in completion_ids]
     tokenizer, config = grpo.tiny_tokenizer(), grpo.GRPOConfig(**SMALL)
     alone = [grpo.sample_rollout(LLAMA, tokenizer, [row], config).completion_mask.sum().item() for row in PROBLEMS]
     assert grpo.evaluate(LLAMA, tokenizer, PROBLEMS, [length, by_row], config) == statistics.mean(alone)
+    assert re.findall(r"^  (\S+) ", capsys.readouterr().out, re.M) == [row["prompt"] for row in PROBLEMS[:4]]
 
 
 def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
