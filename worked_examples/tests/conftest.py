@@ -40,8 +40,7 @@ def make_model(kind, auto_class="AutoModelForCausalLM"):
 @functools.cache
 def cold_started(seed):
     """The weights of the tiny model after a cold start of 200 steps."""
-    tokenizer = grpo.tiny_tokenizer()
-    model = grpo.tiny_model(tokenizer, seed)
+    model, tokenizer = grpo.load_model("tiny", seed)
     grpo.cold_start(model, tokenizer, grpo.tiny_problems(seed)[0], seed, steps=200)
     return model.state_dict()
 
@@ -114,16 +113,15 @@ def assert_same_run(a, b):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders of models that name a file of code: causal ones, and one that classifies. One has no padding token."""
+    """Folders of models that name a file of code: a causal one, in bfloat16, and one that classifies."""
     root = tmp_path_factory.mktemp("models")
-    made = {"Llama": make_model("Llama"), "half": make_model("Llama").bfloat16(),
-            "judge": make_model("Llama", "AutoModelForSequenceClassification")}
-    for name, model in made.items():
+    judge = make_model("Llama", "AutoModelForSequenceClassification")
+    for name, model, pad in (("Llama", make_model("Llama").bfloat16(), None), ("judge", judge, "<pad>")):
         model.config.auto_map = {"AutoConfig": "absent.C", "AutoModelForCausalLM": "absent.M"}
         model.save_pretrained(root / name)
         tokenizer = chat_tokenizer()
         tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["absent.T", None]}
-        tokenizer.pad_token = None if name == "half" else "<pad>"
+        tokenizer.pad_token = pad
         tokenizer.save_pretrained(root / name)
     return root
 

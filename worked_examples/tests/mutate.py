@@ -29,27 +29,24 @@ CHANGES = {
 
 
 def mutants(first, last):
-    """The line, what is changed, and the whole source, of each change between the headings of two sections."""
+    """What is changed, and the whole source, of each change between the headings of two sections."""
     lines = SOURCE.splitlines(keepends=True)
-    first, last = (next(i for i, line in enumerate(lines) if line.startswith(f"# §{n} ")) for n in (first, last))
+    first, last = (SOURCE.partition(f"\n# §{number} ")[0].count("\n") + 1 for number in (first, last))
     for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
-        row, column = token.start[0] - 1, token.start[1]
-        code = token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP)
-        if not code or not first < row < last:
+        row, column, old = token.start[0] - 1, token.start[1], token.string
+        if token.type not in (tokenize.NAME, tokenize.NUMBER, tokenize.OP) or not first < row < last:
             continue
-        before, rest, old = lines[row][:column], lines[row][column:], token.string
+        before, rest, new = lines[row][:column], lines[row][column:], CHANGES.get(old)
         call = re.match(r"\.\w+\([^()]*\)", rest)
-        if old in CHANGES and not re.match(r"\*[^ ]|\w+ not ", rest):   # not *args, nor "is" of "is not"
-            new = CHANGES[old]
-        elif token.type == tokenize.NUMBER:
-            new = f"(2 * {old})"
-        elif call and not before.endswith("torch"):                     # x.detach() becomes x
-            old, new = call[0], ""
-        else:
+        if re.match(r"\*[^ ]|\w+ not ", rest):                           # *args; "is" of "is not"
             continue
-        line = before + new + rest[len(old):]
-        change = f"grpo.py:{row + 1}: {old} -> {new}   in: {lines[row].strip()}"
-        yield change, "".join([*lines[:row], line, *lines[row + 1:]])
+        if call and not before.endswith("torch"):                       # x.detach() becomes x
+            old, new = call[0], ""
+        elif token.type == tokenize.NUMBER:
+            new = new or f"(2 * {old})"
+        if new is not None:
+            source = "".join([*lines[:row], before, new, rest[len(old):], *lines[row + 1:]])
+            yield f"grpo.py:{row + 1}: {old} -> {new}   in: {lines[row].strip()}", source
 
 
 def is_noticed(source, tests):

@@ -20,11 +20,6 @@ def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def mask_of(*lengths):
-    """(B, T): answers of these lengths."""
-    return torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-
-
 def gradient(loss, x):
     return torch.autograd.grad(loss.sum(), x, retain_graph=True)[0]
 
@@ -39,8 +34,8 @@ def on_page(name, text, *got):
     assert [number for x in got for number in torch.as_tensor(x).flatten().tolist()] == want
 
 
-def test_the_numbers_of_page_01():
-    """Guide 001's group and its stds; guide 004's group, with its ratios and token losses"""
+def test_the_numbers_of_page_01_and_the_errors():
+    """Guide 001's group, its stds, the ratio of its whole answer; guide 004's group, ratios, token losses, mistakes"""
     r = f64(8.5, 6.2, 4.1)
     mean, std = grpo.group_stats(r, 3, correction=0)
     squares = (r - mean).square()
@@ -48,6 +43,8 @@ def test_the_numbers_of_page_01():
     on_page("01", "4.9878 0.0044 4.6944 9.6867 1.7969 2.2008", squares, squares.sum(), std, grpo.group_stats(r, 3)[1])
     on_page("errors", "4.988 0.0044 4.694 3.2289", squares, std.square())
     on_page("errors", "1.01476 -0.03029 -0.98446", grpo.group_advantages(r, 3))
+    whole = grpo.importance_ratio(f64([-21]), f64([-23]), torch.ones(1, 1))
+    on_page("errors", "7.39 9.16", whole, whole * 1.24)
     on_page("01", "-0.7071 -0.7071 1.4142", grpo.group_advantages(f64(0.50, 0.50, 0.51), 3, **BY_G))
 
     r = f64(1, 0, 0.5)
@@ -55,13 +52,24 @@ def test_the_numbers_of_page_01():
     on_page("01", "1 -1 0", grpo.group_advantages(r, 3, eps=0))
     log_ratios = f64([0.1, 0.05, -0.1, 0.08, 0.02, 0], [-0.05, 0.1, -0.08, 0.05, 0, 0],
                      [0.08, -0.05, 0.1, 0.05, -0.08, 0.1])
-    mask = mask_of(5, 4, 6)
+    mask = torch.arange(6) < torch.tensor([[5], [4], [6]])
     ratio = grpo.importance_ratio(log_ratios, torch.zeros_like(log_ratios), mask)
     losses = grpo.clipped_surrogate_loss(ratio, f64([1.225], [-1.225], [0])) * mask
     on_page("01", "0.9512 1.1052 0.9231 1.0513 0.9048 1.1052", ratio[1, :4], ratio.min(), ratio.max())
     on_page("01", "-1.3538 -1.2878 -1.1084 -1.3270 -1.2497", losses[0, :5])
     on_page("01", "1.1653 1.3538 1.1308 1.2878", losses[1, :4])
     on_page("01", "-1.26537 1.23443 0", losses.sum(1) / mask.sum(1))
+
+    of_clip, of_none = [grpo.clipped_surrogate_loss(f64(1.5), f64(1.225), epsilon_high=high) for high in (0.2, math.inf)]
+    on_page("errors", "-1.47 1.8375", of_clip, -of_none)
+    on_page("errors", "-0.0333", grpo.aggregate(f64([-0.3], [0.2], [0]), torch.ones(3, 1), loss_type="grpo"))
+    rho = torch.linspace(0, 3, 301)
+    on_page("errors", "0.4", grpo.clipped_surrogate_loss(rho, torch.full_like(rho, -0.5)).min())
+    losses = torch.zeros(3, 6, requires_grad=True)
+    for loss_type, want in (("grpo", [1 / 3, 1 / 3, 1 / 3]), ("dapo", [5 / 15, 4 / 15, 6 / 15]),
+                            ("dr_grpo", [5 / 18, 4 / 18, 6 / 18])):
+        loss = grpo.aggregate(losses, mask, loss_type=loss_type, max_completion_length=6)
+        assert gradient(loss, losses).sum(1).tolist() == approx(want), loss_type
 
 
 def test_the_numbers_of_page_02():
@@ -80,60 +88,22 @@ def test_the_numbers_of_page_02():
     on_page("02", "-0.200 -0.103 0.99", lowest[0], lowest[-1], theta.softmax(0)[0])
 
 
-def test_the_numbers_of_page_03():
-    """One update that jumps over the limit; guide 001's ratio of the whole answer"""
+def test_the_numbers_of_pages_03_to_08():
+    """An update that jumps over the limit; the std of easy and hard questions; silent groups, p^G + (1 - p)^G; several
+    rewards; the softmax's denominator, two temperatures, and the weight of a sampler that disagrees"""
     right = f64(0.5, -0.5).softmax(0)[0]                                # 1 times page 2's gradient
     on_page("03", "0.7311 1.4621", right, right / 0.5)
-    whole = grpo.importance_ratio(f64([-21]), f64([-23]), torch.ones(1, 1))
-    on_page("errors", "7.39 9.16", whole, whole * 1.24)
-
-
-def test_the_numbers_of_page_04():
-    """1 and 4 right answers of 8, divided by the std or not"""
     for right, text in ((1, "2.65 0.875"), (4, "1 0.5")):
         rewards = (torch.arange(8) < right).double()
         on_page("04", text, *[grpo.group_advantages(rewards, 8, **options)[0] for options in (BY_G, UNSCALED)])
-
-
-def test_the_numbers_of_page_06():
-    """Silent groups: p^G + (1 - p)^G; the demo's first steps and its last ones"""
     for p, text in ((0.5, "0.5 0.0078 0.00003 0"), (0.9, "0.82 0.4305 0.1853 0.0012"),
                     (0.99, "0.9802 0.9227 0.8515 0.5256")):
         on_page("06", text, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)])
     on_page("06", "0.7837 0.2725", *[p**8 + (1 - p) ** 8 for p in (0.97, 0.15)])
-
-    run = figures.csv("tiny_run.csv")
-    right, quiet, entropy = run["rewards/accuracy_reward/mean"], run["frac_reward_zero_std"], run["entropy"]
-    assert [right[0], quiet[0]] == approx([0.5, 0.5], abs=0.06)         # about half
-    assert entropy[1:6].mean() > entropy[0] > entropy[-10:].mean()      # up, then down beyond the start
-    assert quiet[1:6].mean() < quiet[0] < quiet[-10:].mean()            # down, then up beyond it
-    assert 1 - right[-10:].mean() < quiet[-10:].mean() / 4              # few silent groups can be wrong ones
-
-
-def test_the_numbers_of_page_07():
-    """Several rewards, the runs of a real model"""
     rewards = f64(0.94, 0.91, -0.06)
     on_page("07", "0.5967 0.4645", *grpo.group_stats(rewards, 3, correction=0))
     on_page("07", "0.3433 0.6867", *[grpo.group_advantages(r, 3, **UNSCALED)[0] for r in (rewards, 2 * rewards)])
     on_page("07", "-1.1547", grpo.group_advantages(f64(1, 1, 0), 3, eps=0)[2])
-
-    runs = figures.csv("real_model.csv")
-    seeds = runs[numpy.char.startswith(runs["run"], "seed")]
-    first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
-    for metric, text in (("silent", "0.44 0.83"), ("entropy", "1.92 0.13")):
-        on_page("07", text, first[metric].mean(), last[metric].mean())
-    for seed, text in ((42, "0.16 0.89"), (43, "0.12 0.84"), (44, "0.09 0.95")):
-        on_page("07", text, *[part["reward"][part["run"] == f"seed {seed}"].mean() for part in (first, last)])
-    too_fast = runs[(runs["run"] == "rate 1e-4") & (runs["step"] >= 4)]
-    assert (too_fast["silent"] == 1).all() and (too_fast["grad_norm"] == 0).all()
-    for run, step, text in (("hacked", 1, "1.78 1.06"), ("mended", 1, "1.59 1.06"), ("hacked", 10, "3.09 2.31"),
-                            ("mended", 10, "1.82 1.06")):
-        line, = runs[(runs["run"] == run) & (runs["step"] == step)]
-        on_page("07", text, line["reward"], line["mentions"])
-
-
-def test_the_numbers_of_page_08():
-    """The denominator of the softmax, two temperatures, and the weight of a sampler that disagrees"""
     logits = f64(2, 1, 0)
     too_likely = logits.log_softmax(0) - (logits / 0.5).log_softmax(0)
     on_page("08", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
@@ -164,7 +134,8 @@ def test_the_numbers_of_page_09():
 
 # Page 10 ----------------------------------------------------------------------------------------------------
 
-R, MASK, STILL = f64(1, 1, 0, 0), mask_of(3, 2, 3, 1), torch.zeros(4, 3, dtype=torch.float64)
+R, STILL = f64(1, 1, 0, 0), torch.zeros(4, 3, dtype=torch.float64)
+MASK = torch.arange(3) < torch.tensor([[3], [2], [3], [1]])
 
 
 def moved(*log_ratios):
@@ -180,7 +151,7 @@ def pushes(A, log_ratios, mask=MASK, **options):
 
 
 def test_the_numbers_of_page_10():
-    """One batch: the push of each method on answer 1; then GSPO's section and DAPO's"""
+    """One batch: the push of each method on answer 1; GSPO's section and DAPO's; the grades of 47 + 85, more steps"""
     A, drift = grpo.group_advantages(R, 4, **BY_G), moved(0, 0.23, 0.4)
     on_page("10", "1 1.2586 1.4918", drift[0].exp())
     grades = f64([1, 1, 1], [1, 1, math.nan], [1, 1, 0], [0, math.nan, math.nan])
@@ -201,7 +172,7 @@ def test_the_numbers_of_page_10():
     on_page("10", "0.3036 1.6036", pushes(A, drift, **sapo).sum(), by_step[0, 0])
     on_page("10", "1 1.2378 1.4051", 12 * pushes(A, drift, **sapo))
     for options, pushed, on_policy in ((clip, 1, 0.25), (gspo, 0, 0.25), (sapo, 3, 0.25), (dapo, 2, 3 / 9),
-                                       (cispo, 3, 3 / 9), (dict(epsilon_low=1, epsilon_high=math.inf), 3, 3 / 9)):
+                                       (cispo, 3, 3 / 9)):
         assert pushes(A, drift, **options).count_nonzero() == pushed, options
         assert pushes(A, STILL, **options).sum().item() == approx(on_policy), options
 
@@ -213,9 +184,6 @@ def test_the_numbers_of_page_10():
     A = grpo.group_advantages(f64(1, 1, 0, 0, 1, 1, 1, 1), 4, **BY_G)   # one more group, silent, of the same lengths
     on_page("10", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
 
-
-def test_the_numbers_of_page_10_on_steps():
-    """The grades of 47 + 85, and what more steps earn"""
     on_page("10", "0.8 0.4", *grpo.group_stats(f64(1, 1, 1, 1, 0), 5, correction=0))
     for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
                                 ([[1, 1], [1, 0]], [[1, 3], [1, 3]], "1.1547")):
@@ -247,10 +215,10 @@ def test_the_numbers_of_page_10_on_baselines():
         on_page("10", text, variance(variants.leave_one_out_advantages, G), variance(lambda rewards, G: rewards, G))
 
 
-# Page 11 and the errors -------------------------------------------------------------------------------------
+# The runs ---------------------------------------------------------------------------------------------------
 
-def test_the_numbers_of_page_11():
-    """A good run and a collapse: the table, and what the text says of the collapse's steps"""
+def test_the_numbers_of_the_demos_runs():
+    """Page 11's table of a good run and a collapse; what the text says of them, and page 6 of silent groups"""
     good, collapse, ten = figures.csv("tiny_run.csv"), figures.csv("collapsed_run.csv"), figures.csv("tiny_seeds.csv")
     page = (EXAMPLES / "11_reading_a_run.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+)` \| (-?\d.*) \|$", page, re.M)
@@ -267,18 +235,25 @@ def test_the_numbers_of_page_11():
     first, last = ten[ten["step"] <= 10], ten[ten["step"] > 50]         # of ten seeds
     for name, rises in (("rewards/accuracy_reward/mean", True), ("entropy", False), ("frac_reward_zero_std", True)):
         assert (last[name].mean() > first[name].mean()) == rises
+    right, quiet, entropy = good["rewards/accuracy_reward/mean"], good["frac_reward_zero_std"], good["entropy"]
+    assert [right[0], quiet[0]] == approx([0.5, 0.5], abs=0.06)         # about half
+    assert entropy[1:6].mean() > entropy[0] > entropy[-10:].mean()      # up, then down beyond the start
+    assert quiet[1:6].mean() < quiet[0] < quiet[-10:].mean()            # down, then up beyond it
+    assert 1 - right[-10:].mean() < quiet[-10:].mean() / 4              # few silent groups can be wrong ones
 
 
-def test_the_errors_in_published_texts():
-    """The rows of the page whose numbers no other page has: guide 004's"""
-    rho, A = f64([1.5]), f64([1.225])
-    of_clip, of_none = [grpo.clipped_surrogate_loss(rho, A, epsilon_high=high) for high in (0.2, math.inf)]
-    on_page("errors", "-1.47 1.8375", of_clip, -of_none)
-    on_page("errors", "-0.0333", grpo.aggregate(f64([-0.3], [0.2], [0]), torch.ones(3, 1), loss_type="grpo"))
-    rho = torch.linspace(0, 3, 301).unsqueeze(1)
-    on_page("errors", "0.4", grpo.clipped_surrogate_loss(rho, torch.full_like(rho, -0.5)).min())
-    losses, mask = torch.zeros(3, 6, requires_grad=True), mask_of(5, 4, 6)
-    for loss_type, want in (("grpo", [1 / 3, 1 / 3, 1 / 3]), ("dapo", [5 / 15, 4 / 15, 6 / 15]),
-                            ("dr_grpo", [5 / 18, 4 / 18, 6 / 18])):
-        loss = grpo.aggregate(losses, mask, loss_type=loss_type, max_completion_length=6)
-        assert gradient(loss, losses).sum(1).tolist() == approx(want), loss_type
+def test_the_numbers_of_page_07s_runs():
+    """A real model: three seeds, a learning rate that is too high, a reward that is hacked and then mended"""
+    runs = figures.csv("real_model.csv")
+    seeds = runs[numpy.char.startswith(runs["run"], "seed")]
+    first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
+    for metric, text in (("silent", "0.44 0.83"), ("entropy", "1.92 0.13")):
+        on_page("07", text, first[metric].mean(), last[metric].mean())
+    for seed, text in ((42, "0.16 0.89"), (43, "0.12 0.84"), (44, "0.09 0.95")):
+        on_page("07", text, *[part["reward"][part["run"] == f"seed {seed}"].mean() for part in (first, last)])
+    too_fast = runs[(runs["run"] == "rate 1e-4") & (runs["step"] >= 4)]
+    assert (too_fast["silent"] == 1).all() and (too_fast["grad_norm"] == 0).all()
+    for run, step, text in (("hacked", 1, "1.78 1.06"), ("mended", 1, "1.59 1.06"), ("hacked", 10, "3.09 2.31"),
+                            ("mended", 10, "1.82 1.06")):
+        line, = runs[(runs["run"] == run) & (runs["step"] == step)]
+        on_page("07", text, line["reward"], line["mentions"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import (any_groups, any_logp, any_mask_dtype, any_number, any_reward, answers, beyond, columns, expect,
+from test_grpo import (any_groups, any_logp, any_number, any_reward, answers, beyond, columns, expect,
                        expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
 from worked_examples.scripts import variants
 
@@ -25,9 +25,8 @@ def test_get_soft_overlong_punishment_matches_the_worked_numbers(limits, lengths
 
 
 @given(any_groups)
-def test_leave_one_out_advantages_match_the_worked_numbers_and_the_oracle(groups):
-    """A_i = r_i - mean of the other G - 1 (RLOO): 1, 0, 0, 1 becomes 2/3, -2/3, -2/3, 2/3 (page 10)"""
-    expect(variants.leave_one_out_advantages(f64([1, 0, 0, 1]), 4), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
+def test_leave_one_out_advantages_match_the_oracle(groups):
+    """A_i = r_i - mean of the other G - 1 (RLOO)"""
     G = len(groups[0])
     want = [[r - (sum(rewards) - r) / (G - 1) for r in rewards] for rewards in groups]
     expect(variants.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
@@ -106,24 +105,14 @@ MASKED = [
     ("gae_advantages", lambda x, y, m: torch.cat(variants.gae_advantages(x, y, m))),
     ("kl_penalized_rewards", lambda x, y, m: variants.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
     ("top_entropy_mask", lambda x, y, m: variants.top_entropy_mask(x, m, 0.5).double())]
-every_masked_function = pytest.mark.parametrize("name, function", MASKED)
 
 
-@every_masked_function
+@pytest.mark.parametrize("name, function", MASKED)
 @pytest.mark.parametrize("junk", [3.0, pytest.param(math.nan, marks=beyond("padding"))])
 @given(rows=answers(any_number, any_number))
 def test_what_is_at_the_padding_reaches_no_value_and_no_slope(name, function, junk, rows):
     """f(3 or NaN at the padding) = f(0 there), ∂f too, and ∂f/∂padding = 0"""
     expect_nothing_of_the_padding(function, rows, junk)
-
-
-@beyond("masks")
-@every_masked_function
-@given(answers(any_number, any_number), any_mask_dtype)
-def test_a_mask_may_be_of_any_dtype(name, function, rows, dtype):
-    """f(mask of this dtype) = f(mask of 0.0 and 1.0)"""
-    x, y, mask = columns(rows)
-    expect(function(x, y, mask.to(dtype)), function(x, y, mask))
 
 
 X = torch.ones(2, 3)
