@@ -13,7 +13,6 @@ file runs in this process: if it is not yours, read it first.
 
 import importlib.util
 import inspect
-import os
 import re
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ OPTIONS += ["-m", "not beyond and not errors"]
 
 def load(path):
     """The file as a module; for `import grpo` it gets grpo.py itself, and it may import its neighbours."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location("your_file", path)
     module = sys.modules["your_file"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -125,6 +124,6 @@ def main(path, *options):
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
+    if not sys.argv[1:] or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

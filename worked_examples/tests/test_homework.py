@@ -103,13 +103,10 @@ def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
     assert sum(test["max_score"] for test in grades[""][1]) == sum(points)
 
 
-def test_each_exhibit_has_a_symptom(capsys):
-    """spot_the_bug.py has the museum's exhibits, in an order of its own"""
-    assert sorted(spot_the_bug.ORDER) == sorted(spot_the_bug.exhibits()) == list(range(1, 27))
-    assert all(map(spot_the_bug.symptoms, spot_the_bug.ORDER))
-    spot_the_bug.main(["3"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("# what you see: ") and len(set(lines) - set(spot_the_bug.RIGHT.splitlines())) > 1
+def test_each_exhibit_has_a_symptom():
+    """The table at the top of the museum has each of its exhibits, which are numbered"""
+    assert list(spot_the_bug.EXHIBITS) == [str(number) for number in range(1, 27)]
+    assert all(map(spot_the_bug.symptoms, spot_the_bug.EXHIBITS))
 
 
 def break_all(exhibits):
@@ -132,5 +129,5 @@ def break_all(exhibits):
 
 def test_an_exhibit_is_caught_by_the_laws_that_it_names():
     """Each of these laws, which pass on grpo.py, fails on grpo.py with the bug in it"""
-    exhibits = {exhibit: set(re.findall(r"`(test_\w+)`", text)) for exhibit, text in spot_the_bug.exhibits().items()}
+    exhibits = {exhibit: set(re.findall(r"`(test_\w+)`", text)) for exhibit, text in spot_the_bug.EXHIBITS.items()}
     assert all(exhibits.values()) and grading.in_a_process(break_all, exhibits) == exhibits
