@@ -21,7 +21,7 @@ def patched(exhibit):
     diff = re.search(r"^```diff\n(.*?)\n```$", EXHIBITS[exhibit], re.S | re.M)[1]
     for hunk in diff.split("\n@@\n"):
         old, new = ("\n".join(line[1:] for line in hunk.split("\n") if line[0] in side) for side in (" -", " +"))
-        assert source.count(old) == 1, f"exhibit {exhibit} no longer fits; found {source.count(old)} times, not once:\n{old}"
+        assert source.count(old) == 1, f"exhibit {exhibit} no longer fits, or fits several times:\n{old}"
         source = source.replace(old, new.ljust(len(old)))               # a comment beside it stays in its column
     return re.sub(" +$", "", source, flags=re.M)
 

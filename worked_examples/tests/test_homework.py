@@ -31,26 +31,26 @@ NOTHING = "".join(f"def {name}(*args, **options): return 0\n" for name in check.
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory):
-    """The text of the file that a student gets."""
+    """The file that a student gets."""
     path = tmp_path_factory.mktemp("new") / "my_grpo.py"
     homework.main(["--new", str(path)])
-    text = path.read_text(encoding="utf-8")
-    with pytest.raises(SystemExit, match="2"):                          # a second --new changes nothing
-        homework.main(["--new", str(path)])
-    assert path.read_text(encoding="utf-8") == text
-    return text
+    return path
 
 
 def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(new):
-    """Each exercise and rung is there, without body and answer"""
+    """Each exercise and rung is there, without body and answer; a second --new changes nothing"""
+    text = new.read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        homework.main(["--new", str(new)])
+    assert new.read_text(encoding="utf-8") == text
     mine = {}
-    exec(new, mine)
+    exec(text, mine)
     for name, module in check.NAMES.items():
         ours = vars(module)[name]
         assert mine[name].__doc__ == ours.__doc__ and inspect.signature(mine[name]) == inspect.signature(ours)
-    assert new.count("\n    raise NotImplementedError\n") == len(check.NAMES)
+    assert text.count("\n    raise NotImplementedError\n") == len(check.NAMES)
     assert {name for name, value in mine.items() if inspect.isfunction(value) and value.__doc__} == set(check.NAMES)
-    assert all(f"### {number}. " in new for number in range(1, 11)) and "<details>" not in new
+    assert all(f"### {number}. " in text for number in range(1, 11)) and "<details>" not in text
 
 
 @pytest.mark.parametrize("mine, R, printed", [
@@ -61,7 +61,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(new):
     (MATHS.replace(" - is_eos == 0", " == 0"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})], ids=["1", "2", "3", "4"])
 def test_the_table_shows_what_the_rungs_say(mine, R, printed, new, tmp_path, capsys):
     """What a student writes is put to work, and grpo.py's where nothing is written yet: R of three seeds, some numbers"""
-    (tmp_path / "my_grpo.py").write_text(new + mine, encoding="utf-8")
+    (tmp_path / "my_grpo.py").write_text(new.read_text(encoding="utf-8") + mine, encoding="utf-8")
     with mock.patch.dict(vars(grpo)):
         homework.main([str(tmp_path / "my_grpo.py")])
     out = capsys.readouterr().out
@@ -87,7 +87,8 @@ def grade_all(path, files):
 
 def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
     """An exit, a sign, a hang lose their points, with a reason, but none of their callers; nothing earns nothing"""
-    files = {"loss": WRONG, "clip_ratio": WRONG, "group_stats": WRONG, "": NOTHING, "aggregate": new, "kl": "import grpo"}
+    files = {"loss": WRONG, "clip_ratio": WRONG, "group_stats": WRONG, "": NOTHING, "kl": "import grpo",
+             "aggregate": new.read_text(encoding="utf-8")}
     grades = grading.in_a_process(grade_all, tmp_path / "my_grpo.py", files)
     assert "hello" not in capfd.readouterr().out                        # what a file prints
     assert [code for code, _ in grades.values()] == [1, 1, 0, 1, 1, 1]
