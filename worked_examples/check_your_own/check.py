@@ -100,7 +100,7 @@ class Laws:
         elif call.excinfo.errisinstance(pytest.skip.Exception):
             self.outcomes[self.asked].append(call.excinfo.value.msg)
         else:
-            smallest = "".join(getattr(call.excinfo.value, "__notes__", [item.name]))     # Hypothesis' example, or a row
+            smallest = "".join(getattr(call.excinfo.value, "__notes__", [item.name]))         # a row of a table
             self.broken[self.asked].append(" ".join(f"{item.function.__doc__}; {smallest}".split()))
 
     def pytest_terminal_summary(self, terminalreporter):

@@ -60,7 +60,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(new):
     (MATHS, [2.8, 2.7, 2.8], {0: "0.432", 10: "0.263", 15: "2.57", 20: "2.68"}),                           # rungs 3, 6
     (MATHS.replace(" - is_eos == 0", " == 0"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})], ids=["1", "2", "3", "4"])
 def test_the_table_shows_what_the_rungs_say(mine, R, printed, new, tmp_path, capsys):
-    """What a student writes is put to work, and grpo.py's where nothing is written yet: R of three seeds, some numbers"""
+    """What a student writes is put to work, else grpo.py's functions: R of three seeds, and numbers of some rounds"""
     (tmp_path / "my_grpo.py").write_text(new.read_text(encoding="utf-8") + mine, encoding="utf-8")
     with mock.patch.dict(vars(grpo)):
         homework.main([str(tmp_path / "my_grpo.py")])
