@@ -65,7 +65,7 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
     asked = trainer(loss_type=loss_type if policy_loss == "clip" else policy_loss, steps_per_generation=steps,
                     current_gradient_accumulation_steps=steps, use_bias_correction_kl=use_bias_correction_kl, **settings)
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, torch.zeros(1, 1), None)
-    constant = lambda x: x if x is None else x.detach()                 # TRL computes π_old and π_ref without gradients
+    constant = lambda x: x if x is None else x.detach()                # TRL computes π_old and π_ref without gradients
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages,
                   old_per_token_logps=constant(old_logps), ref_per_token_logps=constant(ref_logps),
                   num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))

@@ -32,7 +32,7 @@ def verdicts(path, text, *options):
 
 
 def test_the_formulas_are_the_same_or_not_there(tmp_path):
-    """formulas.py passes every law that it can be asked; arguments have grpo.py's names and defaults (None: it decides)"""
+    """formulas.py passes every law that it can be asked; its arguments are grpo.py's (a default may be None)"""
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS)
     for name in check.NAMES:
         assert said[name].startswith("same" if hasattr(formulas, name) else "not there"), name

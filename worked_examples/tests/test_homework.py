@@ -104,12 +104,6 @@ def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
     assert sum(test["max_score"] for test in grades[""][1]) == sum(points)
 
 
-def test_each_exhibit_has_a_symptom():
-    """The table at the top of the museum has each of its exhibits, which are numbered"""
-    assert list(spot_the_bug.EXHIBITS) == [str(number) for number in range(1, 27)]
-    assert all(map(spot_the_bug.symptoms, spot_the_bug.EXHIBITS))
-
-
 def break_all(exhibits):
     """{exhibit: those of the laws it names that fail}; an error of another kind is none of a law."""
     laws = grading.collect(*check.LAWS, EXAMPLES / "tests/test_training.py")
@@ -128,7 +122,9 @@ def break_all(exhibits):
     return found
 
 
-def test_an_exhibit_is_caught_by_the_laws_that_it_names():
-    """Each of these laws, which pass on grpo.py, fails on grpo.py with the bug in it"""
+def test_an_exhibit_has_a_symptom_and_is_caught_by_the_laws_that_it_names():
+    """The first table has each; each of these laws, which pass on grpo.py, fails on grpo.py with the bug in it"""
     exhibits = {exhibit: set(re.findall(r"`(test_\w+)`", text)) for exhibit, text in spot_the_bug.EXHIBITS.items()}
-    assert all(exhibits.values()) and grading.in_a_process(break_all, exhibits) == exhibits
+    assert list(exhibits) == [str(number) for number in range(1, 27)]
+    assert all(exhibits.values()) and all(map(spot_the_bug.symptoms, exhibits))
+    assert grading.in_a_process(break_all, exhibits) == exhibits
