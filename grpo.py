@@ -608,33 +608,33 @@ def option(default, text):
 @dataclass(frozen=True)
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly to 0")
-    warmup_steps: int = option(0, "steps over which the step size rises before it falls")
+    learning_rate: float = option(1e-6, "AdamW's step size, 0 or more; it falls linearly to 0")
+    warmup_steps: int = option(0, "steps over which the step size rises first, 0 or more")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps in all; each samples one batch and learns from it")
+    max_steps: int = option(100, "steps in all, 1 or more; each learns from one new batch")
     num_generations: int = option(8, "G, completions for each prompt: 2 or more")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
-    num_iterations: int = option(1, "mu, passes over each batch")
-    num_mini_batches: int = option(1, "parts of a pass, drawn at random, one update each; up to B")
-    per_device_train_batch_size: int = option(8, "rows in one forward pass: memory, not maths")
-    max_completion_length: int = option(512, "T_max, the longest completion in tokens")
+    num_iterations: int = option(1, "mu, passes over each batch, 1 or more")
+    num_mini_batches: int = option(1, "parts of a pass, random, one update each: 1 to B")
+    per_device_train_batch_size: int = option(8, "1 or more rows a forward pass: memory, not maths")
+    max_completion_length: int = option(512, "T_max, the longest completion in tokens, 1 or more")
     temperature: float = option(1.0, "of sampling and of scoring, above 0")
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(0.2, "clip range below 1, at most 1; above it epsilon_high, or this")
+    epsilon: float = option(0.2, "clip range below 1, 0 to 1; above it epsilon_high, or this")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the ratio's cap (5)")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
-    beta: float = option(0.0, "weight of the KL term; 0: no reference model")
+    beta: float = option(0.0, "weight of the KL term, 0 or more; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
     mask_truncated_completions: bool = option(False, "learn nothing from answers without an EOS")
     sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
-    ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
-    seed: int = option(42, "of all that is drawn, and of the tiny model")
+    ref_model_sync_steps: int = option(512, "M, steps of an outer iteration, 1 or more")
+    seed: int = option(42, "0 or more; of all that is drawn, and of the tiny model")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
-    save_steps: int = option(10, "steps between checkpoints; the last one is kept")
+    save_steps: int = option(10, "steps between checkpoints, 1 or more; the last is kept")
 
     def __post_init__(self):
         B, G = self.generation_batch_size, self.num_generations
@@ -743,16 +743,18 @@ def compute_rewards(reward_funcs, rollout):
     rewards_per_func = []
     for function in reward_funcs:
         returned = function(**copy.deepcopy(columns))          # what a function changes is its own
-        rewards = []
+        rewards, wrong = [], []
         try:
             rewards = list(returned)
-            right = len(rewards) == B and all(x is None or math.isfinite(x) for x in rewards)
+            wrong = [x for x in rewards if x is not None and not math.isfinite(x)]
+            right = len(rewards) == B and not wrong
         except (TypeError, ValueError, OverflowError):         # a number, strings, a matrix
             right = False
         if not right:
             count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
-            raise InputError(f"reward_funcs: {function.__name__} returned {count}{returned!r:.60}; "
-                             f"allowed are {B}, each a finite number or None")
+            raise InputError(f"reward_funcs: {function.__name__} returned {count}"
+                             f"{wrong or returned!r:.60}; allowed are {B}, each a finite number or "
+                             "None")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
     return torch.tensor(rewards_per_func, device=rollout.completion_ids.device).T       # (B, F)
 
@@ -955,7 +957,8 @@ def load_reward_func(name):
         sys.path.append(os.path.dirname(os.path.abspath(path)))        # for what it imports
         functions[name] = runpy.run_path(path).get(function)
     if functions.get(name) is None:
-        raise InputError(f"reward_funcs: got {name}; allowed is accuracy, think_format, FILE.py:f")
+        raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
+                         "FILE.py:f with a function f of a file")
     return functions[name]
 
 
@@ -1001,7 +1004,7 @@ def parse_options(argv):
     parser.add_argument(
         "--output_dir", help="a folder without a checkpoint (grpo-output, else grpo-output-2, ...)")
     parser.add_argument(
-        "--resume_from_checkpoint", help="a checkpoint-STEP folder, with its run's options")
+        "--resume_from_checkpoint", help="a checkpoint-STEP folder; model, data, rewards: again")
     options, saved = parser.parse_args(argv), None             # first for what sets the defaults
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
@@ -1039,14 +1042,21 @@ def load_job(config, options):
         where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
     if options.eval_dataset:
         held_out = load_dataset(options.eval_dataset)
-    for row in dataset[:1] + held_out[:1]:
-        if "accuracy" in options.reward_funcs and "solution" not in row:
-            raise InputError(f"dataset: got {list(row)}; allowed with accuracy: a solution")
+    names = options.reward_funcs
+    for row in dataset + held_out:
+        absent = row.get("solution") is None and (names == ["accuracy"] or "solution" not in row)
+        if "accuracy" in names and absent:
+            raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
     print(f"{options.model}{where}: {len(dataset)} problems, rewards "
-          f"{', '.join(options.reward_funcs)}", flush=True)
+          f"{', '.join(names)}", flush=True)
     policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-    longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
-                  for row in dataset + held_out)
+    longest = 0
+    for row in dataset + held_out:
+        try:
+            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")
+        except Exception as error:                             # the tokenizer's, of any class
+            raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
+        longest = max(longest, ids.size(1))
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "

@@ -7,10 +7,8 @@ They pass the tests of the formulas:
 
     python worked_examples/check_your_own/check.py worked_examples/formulas.py
 
-grpo.py makes them safe. With -m beyond or -m errors, this command shows what it adds. Above all, no value at padding,
-not even NaN, reaches a result or a gradient of a function of grpo.py that takes a mask. Errors there, but not here:
-unknown words, groups of one, beta without ref_logps, prompts padded on the right, completion masks with holes in
-per_token_logps, wrong shapes that would broadcast.
+grpo.py makes them safe, above all from NaN at padding and from wrong shapes that broadcast. With -m beyond or -m
+errors, this command shows what it adds.
 """
 
 import torch

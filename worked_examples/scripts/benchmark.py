@@ -4,19 +4,17 @@
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
     python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
-Flags of grpo.py change the job. A figure is the median over the steps, and the range. A step is the time from reward
-to reward, so that the first sampling, which warms up, does not count. On CPU the seconds are those of one thread.
+The flags are grpo.py's, so that --model and --dataset may be yours. A figure is the median over the steps, and the
+range. A step is the time from reward to reward: the first sampling, which warms up, does not count. On CPU the seconds
+are those of one thread.
 """
 
-import argparse
 import copy
 import itertools
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,21 +23,22 @@ import transformers
 
 import grpo
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = torch.cuda.is_available()
 
 
 def now():
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    return time.perf_counter() if ON_GPU else time.process_time()
 
 
-def tiny_job():
-    """The model of `python grpo.py --model tiny` after its cold start, and that run's problems and rewards."""
-    (model, tokenizer), (problems, _) = grpo.load_model("tiny", 42), grpo.tiny_problems(42)
-    grpo.cold_start(model.to(DEVICE), tokenizer, problems, 42)
-    return model, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward]
+def usual_job(config, options):
+    """What `python grpo.py` trains with these flags, the tiny model after its cold start."""
+    problems, _, model, tokenizer = grpo.load_job(config, options)
+    model.to("cuda" if ON_GPU else "cpu")
+    if options.model == "tiny":
+        grpo.cold_start(model, tokenizer, problems, config.seed)
+    return model, tokenizer, problems, [grpo.load_reward_func(name) for name in options.reward_funcs]
 
 
 def large_job():
@@ -50,7 +49,7 @@ def large_job():
     shape = transformers.Qwen2Config(
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with DEVICE:
+    with torch.device("cuda" if ON_GPU else "cpu"):
         model = transformers.Qwen2ForCausalLM(shape).eval()
     return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids]
 
@@ -59,10 +58,10 @@ def run_here(*job):
     list(grpo.train(*job))
 
 
-def run_trl(*job, checkpointing):
-    """TRL's trainer, as the_same_run_in_trl.py makes it."""
+def run_trl(*job):
+    """TRL's trainer, as the_same_run_in_trl.py makes it, without checkpointing, as here."""
     from worked_examples.check_your_own import the_same_run_in_trl
-    flags = ["--gradient_checkpointing", checkpointing, "--save_strategy", "no", "--logging_strategy", "no",
+    flags = ["--gradient_checkpointing", "false", "--save_strategy", "no", "--logging_strategy", "no",
              "--output_dir", tempfile.mkdtemp()]
     the_same_run_in_trl.make_trainer(*job, flags).train()
 
@@ -79,31 +78,25 @@ def measure(name, run, model, tokenizer, problems, reward_funcs, config):
     seconds = [end - start for start, end in itertools.pairwise(times)]
     speeds = [sampled / length for sampled, length in zip(tokens[1:], seconds)]
     for what, values in ("a step (s)", seconds), ("sampled tokens a second", speeds):
-        print(f"{name:26} {what:24} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})")
-    if DEVICE.type == "cuda":
-        print(f"{name:26} peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        print(f"{name:8} {what:24} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})")
+    if ON_GPU:
+        print(f"{name:8} peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         torch.cuda.reset_peak_memory_stats()
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", choices=["tiny", "0.5B"], default="tiny")
-    parser.add_argument("--trl", action="store_true")
-    own, argv = parser.parse_known_args(argv)
-    is_large = own.model == "0.5B"
-    flags = "--model 0.5B --dataset none" if is_large else "--model tiny"
-    config, *_ = grpo.parse_options(f"{flags} --max_steps 6".split() + argv)
-    config = replace(config, bf16=is_large and DEVICE.type == "cuda")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    print(f"{own.model} on {DEVICE}, {config.max_steps} steps")
-    runs = {"grpo.py": run_here}
-    if own.trl:                                                         # it checkpoints by default
-        runs |= {"TRL": partial(run_trl, checkpointing="true"),
-                 "TRL without checkpointing": partial(run_trl, checkpointing="false")}
-    job = large_job() if is_large else tiny_job()
-    for name, run in runs.items():
-        measure(name, run, *job, config)
+    flags = [word for word in argv if word != "--trl"]
+    if "0.5B" in flags:
+        config, *_ = grpo.parse_options(["--dataset", "none", "--max_steps", "6", *flags])
+        job = large_job()
+    else:
+        config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
+        job = usual_job(config, options)
+    measure("grpo.py", run_here, *job, config)
+    if "--trl" in argv:
+        measure("TRL", run_trl, *job, config)
 
 
 if __name__ == "__main__":

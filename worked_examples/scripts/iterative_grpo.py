@@ -7,7 +7,7 @@ true accuracy) prefers one. r_φ is a language model that begins as the policy. 
 answer: DPO's reward (arXiv:2305.18290) without its reference.
 
 The last line is "true accuracy: A -> B" on held-out problems: with the seeds 0, 1, 2 to 1.00, 0.98, 1.00. It takes one
-to two minutes on one core. The flags are the fields of GRPOConfig; an outer iteration has --ref_model_sync_steps steps.
+to two minutes on one core. The flags are grpo.py's; an outer iteration has --ref_model_sync_steps steps.
 """
 
 import copy
@@ -17,10 +17,13 @@ from pathlib import Path
 
 import numpy
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
+
+# "batch": r_φ's noise in a group of like answers stays small.
+USUAL = ("--model tiny --scale_rewards batch --beta 0.1 --sync_ref_model true --ref_model_sync_steps 10 "
+         "--generation_batch_size 256")
 
 
 class RewardModel:
@@ -70,19 +73,14 @@ def ranked_pairs(rollout, G):
 
 
 def main():
-    parser = transformers.HfArgumentParser(grpo.GRPOConfig)
-    parser.set_defaults(**grpo.TINY | dict(              # "batch": r_φ's noise in a group of like answers stays small
-        scale_rewards="batch", beta=0.1, sync_ref_model=True, ref_model_sync_steps=10, generation_batch_size=256))
-    config, = parser.parse_args_into_dataclasses()
+    config, options, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
     G, M = config.num_generations, config.ref_model_sync_steps
-    torch.set_num_threads(1)                              # for so small a model, more would wait
-    policy, tokenizer = grpo.load_model("tiny", config.seed)
-    problems, held_out = grpo.tiny_problems(config.seed)
+    torch.set_num_threads(1)                                            # for so small a model, more would wait
+    problems, held_out, policy, tokenizer = grpo.load_job(config, options)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
-    print("before:")
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
-    hotter = dataclasses.replace(config, temperature=1.5)     # at 1 most mistakes are one: the carry that is forgotten
+    hotter = dataclasses.replace(config, temperature=1.5)   # at 1 most mistakes are one: the carry that is forgotten
     for step in range(config.max_steps, config.max_steps + 4 * M):                        # samples of no step to come
         rng = grpo.step_rng(config, step)
         examples = grpo.sample_batch(problems, config, rng)
@@ -91,12 +89,8 @@ def main():
     for state, rollout, _ in grpo.train(policy, tokenizer, problems, [reward_model], config):
         pairs += ranked_pairs(rollout, G)
         if state.step % M == 0 and pairs:                                                 # an outer iteration ends
-            questions, better, worse = zip(*pairs)
-            agree = numpy.greater(reward_model(questions, better), reward_model(questions, worse)).sum()
-            print(f"step {state.step}: r_φ ranks {agree} of {len(pairs)} new pairs as the judge does")
             reward_model.learn(pairs, earlier, 3 * M)
             earlier, pairs = earlier + pairs, []
-    print("after:")
     after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"true accuracy: {before:.2f} -> {after:.2f}")
 

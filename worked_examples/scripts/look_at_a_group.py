@@ -22,7 +22,6 @@ import transformers
 
 import grpo
 
-USUAL = dict(policy_loss="clip", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
 METHODS = {                                                             # options of grpo_loss, as on page 10
     "grpo": dict(loss_type="grpo"),
     "dapo": dict(loss_type="dapo", epsilon_high=0.28),
@@ -67,21 +66,22 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
 
 
 def find_forks(answers, advantages):
-    """The beginnings after which answers differ, the largest pushes first -> the next tokens -> their ΣA."""
-    pulls = defaultdict(Counter)
+    """The beginnings after which answers differ, and the next tokens: those with the largest pushes first."""
+    pulls = defaultdict(Counter)                                        # beginning -> next token -> ΣA
     for ids, A in zip(answers, advantages):
         for t, token in enumerate(ids):
             pulls[tuple(ids[:t])][token] += A
-    forks = [(beginning, after) for beginning, after in pulls.items() if len(after) > 1]
-    return dict(sorted(forks, key=lambda fork: -sum(map(abs, fork[1].values()))))
+    forks = [beginning for beginning, after in pulls.items() if len(after) > 1]
+    forks.sort(key=lambda beginning: -sum(map(abs, pulls[beginning].values())))
+    return [{"prefix": beginning, "words": list(pulls[beginning]), "probabilities": []} for beginning in forks]
 
 
-def next_token_probs(policy, question, beginning, config):
+def next_token_probs(policy, question, beginning, temperature):
     """What the policy says after the question and the beginning of an answer: (V,)."""
     ids = torch.cat([question, question.new_tensor(beginning)]).unsqueeze(0)
     with torch.no_grad():
         logits = policy(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-    return (logits.float() / config.temperature).softmax(0)
+    return (logits.float() / temperature).softmax(0)
 
 
 def pushes(logps, old_logps, advantages, mask, options):
@@ -105,33 +105,36 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
     config = replace(config, generation_batch_size=config.num_generations)
     rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
     answers = [ids[mask != 0].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
-    question = rollout.prompt_ids[0][rollout.prompt_mask[0] == 1]
+    question = rollout.prompt_ids[0]                                    # one for all rows, so without padding
     forks = find_forks(answers, advantages[:, 0].tolist())
     with torch.no_grad():
         _, entropies = grpo.per_token_logps(
             policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask,
             temperature=config.temperature, compute_entropy=True)
-    rows, state, updates, probs = torch.arange(len(answers)), grpo.initial_state(policy, config), [], []
-    for u in range(config.num_iterations + 1):
-        if u > 0:                                                       # at first the reference is the policy
-            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
-        updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
-        probs.append([next_token_probs(policy, question, beginning, config) for beginning in forks])
 
     def numbers(x):                                                     # seven digits, None for NaN, no padding
         if x.dim() == 2:
             return [numbers(row[:len(ids)]) for row, ids in zip(x, answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
-    words = []                                                          # of a fork: sampled, or likely
-    for after, p in zip(forks.values(), zip(*probs)):
-        likely = (torch.stack(p).amax(0) > 0.01).nonzero()[:, 0].tolist()
-        words.append(sorted({*after, *likely}, key=lambda token: -p[0][token]))
-    names = names_of({token for ids in answers + words for token in ids}, tokenizer)
+    rows, state, updates = torch.arange(len(answers)), grpo.initial_state(policy, config), []
+    for u in range(config.num_iterations + 1):
+        if u > 0:                                                       # at first the reference is the policy
+            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
+        updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
+        for fork in forks:
+            probs = next_token_probs(policy, question, fork["prefix"], config.temperature)
+            if u == 0:                                                  # words that are likely, not sampled
+                words = {*fork["words"], *(probs > 0.01).nonzero()[:, 0].tolist()}
+                fork["words"] = sorted(words, key=lambda token: -probs[token])
+            fork["probabilities"].append(numbers(probs[fork["words"]]))
+
+    names = names_of({token for ids in [*answers, *(fork["words"] for fork in forks)] for token in ids}, tokenizer)
     named = lambda ids: [names[token] for token in ids]
     methods = {}
     for name, options in METHODS.items():
-        options = USUAL | options | {"max_completion_length": config.max_completion_length}
+        options = dict(policy_loss="clip", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2,
+                       max_completion_length=config.max_completion_length) | options
         weights = [pushes(logps, updates[0], advantages, rollout.loss_mask, options) for logps in updates]
         methods[name] = {"options": options, "weights": [numbers(x) for x in weights]}
     rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
@@ -143,8 +146,7 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
         "counts": rollout.loss_mask.sum(1).tolist(), "entropies": numbers(entropies),
         "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
-        "forks": [{"prefix": named(beginning), "words": named(words[k]),
-                   "probabilities": [numbers(p[k][words[k]]) for p in probs]} for k, beginning in enumerate(forks)],
+        "forks": [fork | {"prefix": named(fork["prefix"]), "words": named(fork["words"])} for fork in forks],
         "run": grpo.loss_options(config) | {"scale_rewards": config.scale_rewards}}
 
 

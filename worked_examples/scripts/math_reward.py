@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+import math_verify
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
@@ -19,12 +21,10 @@ WORD = r"(?<![\\A-Za-z])[^\W\d_]{2}"                                    # two le
 
 def parse(text):
     """Parse a text with words as it is; a bare formula between dollars, or math-verify reads "2x+3" as 2."""
-    import math_verify
     return math_verify.parse(text if re.search(rf"\$|\\\[|\\\(|{WORD}", text) else f"${text}$")
 
 
 def same_formula(answer, solution):
-    import math_verify
     if re.search(WORD, solution) and not re.search(r"[\\$]", solution):             # no mathematics
         return False
     end = answer[-1000:].strip("* \t\r\n")                              # it comes last, perhaps in **bold**

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
@@ -25,14 +28,12 @@ def load_problems(path):
     problems = grpo.load_dataset(path)
     for problem in problems:
         if not isinstance(problem["prompt"], str) or problem.get("solution") is None:
-            raise grpo.InputError(f"{path}: got {problem}; allowed are a prompt and a solution, both texts")
+            raise grpo.InputError(f"{path}: got {problem}; needed are a prompt, a text, and a solution")
     return [problem | {"solution": str(problem["solution"])} for problem in problems]
 
 
 def make_tokenizer(problems):
     """One token for each character of the files, and none for unknown ones: they are an error in grpo.py, too."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
     characters = set("".join(problem["prompt"] + problem["solution"] for problem in problems))
     words = ["<pad>", "<eos>", *sorted(characters)]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=None))
@@ -42,7 +43,6 @@ def make_tokenizer(problems):
 
 def make_model(tokenizer, positions, seed):
     """A GPT-2 of random weights: of five classes tried, the one that learned most from 80 problems on most tasks."""
-    from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=positions, initializer_range=0.05,
@@ -77,13 +77,13 @@ def imitate(model, tokenizer, problems, count, config):
 
 def make(task, folder, eval_dataset, count, seed):
     """Fill a new folder; print what was made, and the command that trains it."""
-    if folder.exists():
+    if os.path.exists(folder):
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    count = 3 * len(problems) // 4 if count is None else max(0, min(count, len(problems)))
+    count = 3 * len(problems) // 4 if count is None else min(count, len(problems))
     length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
     longest = max(len(problem["prompt"]) for problem in problems)
-    config = grpo.GRPOConfig(seed=seed, max_completion_length=length)           # it refuses a seed below 0
+    config = grpo.GRPOConfig(seed=seed, max_completion_length=length)
     tokenizer = make_tokenizer(problems + held_out)
     model = make_model(tokenizer, 2 * (longest + length), seed)
     before = right_characters(model, tokenizer, problems, config)
@@ -94,8 +94,8 @@ def make(task, folder, eval_dataset, count, seed):
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer) - 2} characters; imitated {count} of "
           f"{len(problems)} solutions: {before:.2f} -> {after:.2f} of the characters right. To train it:")
-    command = ["python", os.path.relpath(grpo.__file__), "--model", str(folder), "--dataset", str(task)]
-    command += ["--eval_dataset", str(eval_dataset)] if eval_dataset else []
+    command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
+    command += ["--eval_dataset", eval_dataset] if eval_dataset else []
     command += f"--seed {seed} --max_completion_length {length} --learning_rate 1e-3 --max_steps 800".split()
     command += "--generation_batch_size 128 --per_device_train_batch_size 128 --save_steps 100".split()
     print(shlex.join(command))
@@ -103,20 +103,18 @@ def make(task, folder, eval_dataset, count, seed):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--eval_dataset", type=Path)
+    parser.add_argument("task")
+    parser.add_argument("folder")
+    parser.add_argument("--eval_dataset")
     parser.add_argument("--imitate", type=int, dest="count")
     parser.add_argument("--seed", type=int, default=42)
-    parser.error = lambda message: parser.exit(2, f"small_model.py: error: {message}\n")
     options = parser.parse_args(argv)
-    from transformers.utils import logging
     logging.disable_progress_bar()
     torch.set_num_threads(1)                                            # several would wait for each other
     try:
         make(**vars(options))
     except (OSError, grpo.InputError) as error:
-        parser.error(error)
+        parser.exit(2, f"small_model.py: error: {error}\n")
 
 
 if __name__ == "__main__":

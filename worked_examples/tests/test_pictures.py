@@ -12,26 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EXAMPLES, by_row
+from conftest import EXAMPLES, by_row, command
 
 import grpo
 from worked_examples.scripts import figures, look_at_a_group
 
 
-def small_model():
-    """The tiny model, with weights so large that some of its answers begin alike."""
-    model = grpo.tiny_model(grpo.tiny_tokenizer(), 0)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    return model
-
-
 @functools.cache
 def small_group():
     """The page's numbers of a group with beginnings in common, whose ratios leave the clip range in four updates."""
+    model = grpo.tiny_model(grpo.tiny_tokenizer(), 0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
     config = grpo.GRPOConfig(num_iterations=4, max_completion_length=12, epsilon_high=0.28, learning_rate=1e-3,
                              temperature=0.2, seed=0)
-    return look_at_a_group.group_data(small_model(), grpo.tiny_tokenizer(), grpo.tiny_problems(0)[0], [by_row], config)
+    return look_at_a_group.group_data(model, grpo.tiny_tokenizer(), grpo.tiny_problems(0)[0], [by_row], config)
 
 
 def sampled_after(data):
@@ -43,28 +38,19 @@ def sampled_after(data):
     return after
 
 
-def pushes(data, name, u):
-    """The contract's arithmetic: (beginning, token) -> W in the loss, W - π·ΣW' on the logit."""
-    weights, found = data["methods"][name]["weights"][u], {}
-    for place, after in sampled_after(data).items():
-        W = {token: sum(weights[i][len(place)] for i in who) for token, who in after.items()}
-        for token, (i, *_) in after.items():
-            found[place, token] = W[token], W[token] - math.exp(data["updates"][u][i][len(place)]) * sum(W.values())
-    return found
+def data_in(page):
+    return json.loads(re.search(r'id="group">(.*?)</script>', page)[1])
 
 
 def test_a_push_is_the_ratio_times_the_advantage_over_the_denominator_or_clipped():
-    """Before and after all updates, for the three methods with the usual clip, which differ in what they divide by"""
-    data = small_group()
-    lengths = [len(answer["tokens"]) for answer in data["answers"]]
-    divided_by = {"grpo": [8 * n for n in lengths], "dapo": [sum(lengths)] * 8, "dr_grpo": [8 * 12] * 8}
-    clipped = set()
-    for (name, denominators), u, i in itertools.product(divided_by.items(), (0, 4), range(8)):
-        method, A = data["methods"][name], data["advantages"][i]
-        for now, old, push in zip(data["updates"][u][i], data["old_logps"][i], method["weights"][u][i]):
-            ratio, options = math.exp(now - old), method["options"]
-            out = ratio > 1 + options["epsilon_high"] if A > 0 else ratio < 1 - options["epsilon_low"]
-            assert push == pytest.approx(0 if out else ratio * A / denominators[i], rel=1e-4)
+    """Before and after all updates, for grpo: an answer's tokens are divided by 8 times its length"""
+    data, clipped = small_group(), set()
+    for u, i in itertools.product((0, 4), range(8)):
+        A, weights = data["advantages"][i], data["methods"]["grpo"]["weights"][u][i]
+        for now, old, push in zip(data["updates"][u][i], data["old_logps"][i], weights):
+            ratio = math.exp(now - old)
+            out = ratio > 1.2 if A > 0 else ratio < 0.8
+            assert push == pytest.approx(0 if out else ratio * A / (8 * len(weights)), rel=1e-4)
             clipped.add((A > 0, out))
     assert len(clipped) == 4                                            # pushed and clipped, up and down
 
@@ -88,16 +74,11 @@ def test_tokens_that_share_a_text_are_told_apart_and_none_ends_the_script():
     assert look_at_a_group.page({"prompt": "</script>"}).count("</script>") == 2        # those of the template
 
 
-def test_it_takes_the_flags_of_grpo_and_prints_or_writes(tmp_path, capsys, monkeypatch):
-    (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in grpo.tiny_problems(0)[0][:6]))
-    (tmp_path / "mine.py").write_text("def digits(completions, **k):\n    return [len(c) % 3 for c in completions]")
-    monkeypatch.setattr(grpo, "load_model", lambda name, seed: (small_model(), grpo.tiny_tokenizer()))
-    flags = [*f"--model any --dataset {tmp_path}/sums.jsonl --reward_funcs {tmp_path}/mine.py:digits".split(),
-             *"--max_completion_length 8 --num_generations 4 --generation_batch_size 4 --beta 0.1".split()]
-    look_at_a_group.main(flags)
+def test_it_takes_the_flags_of_grpo_and_prints_or_writes(data, capsys):
+    look_at_a_group.main(command(data))
     assert capsys.readouterr().out.count("\nreward ") == 2
-    look_at_a_group.main(["--html", str(tmp_path / "group.html"), *flags])
-    held = json.loads(re.search(r'id="group">(.*)</script>', (tmp_path / "group.html").read_text())[1])
+    look_at_a_group.main(["--html", f"{data}/group.html", *command(data)])
+    held = data_in((data / "group.html").read_text())
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0]
     assert all(before != after for before, after in itertools.pairwise(held["updates"]))
 
@@ -120,7 +101,7 @@ IN_THE_PAGE = """<script>
 
 
 def test_the_page_shows_updates_methods_and_both_views_in_a_browser(tmp_path):
-    """The push of each token, and hatched those whose own push the clip makes 0; a click and an arrow choose a token"""
+    """Own pushes W, net ones W - π·ΣW', hatched where the clip makes all own ones 0; a click and an arrow choose"""
     chromium = shutil.which("chromium")
     if chromium is None or chromium.startswith("/snap"):                # a snap does not see tmp_path
         pytest.skip("no chromium")
@@ -130,27 +111,30 @@ def test_the_page_shows_updates_methods_and_both_views_in_a_browser(tmp_path):
     flags = f"--headless --no-sandbox --window-size=1200,1400 --user-data-dir={tmp_path}/profile --dump-dom".split()
     dom = subprocess.run([chromium, *flags, path.as_uri()], capture_output=True, text=True, timeout=300).stdout
     found, chosen = json.loads(html.unescape(re.search("<body>(.*)</body>", dom, re.S)[1]))
+    after = sampled_after(data)
     for (u, name, view), cells in zip(cases, found):
-        expected, after, method = pushes(data, name, u), sampled_after(data), data["methods"][name]
-        assert {(tuple(place), token) for place, token, *_ in cells} == expected.keys()
-        for place, token, push, hatched in cells:
-            assert push == pytest.approx(1000 * expected[tuple(place), token][view == "logit"], abs=0.051)
-            who, weights = after[tuple(place)][token], method["weights"][u]
-            clipped = [data["advantages"][i] != 0 and weights[i][len(place)] == 0 for i in who]
-            assert hatched == (method["options"]["policy_loss"] == "clip" and all(clipped))
+        options, weights = data["methods"][name]["options"], data["methods"][name]["weights"][u]
+        assert len(cells) == sum(map(len, after.values()))
+        for beginning, token, push, hatched in cells:
+            t, tokens = len(beginning), after[tuple(beginning)]
+            own = {other: [weights[i][t] for i in who] for other, who in tokens.items()}
+            want = sum(own[token])
+            if view == "logit":
+                want -= math.exp(data["updates"][u][tokens[token][0]][t]) * sum(map(sum, own.values()))
+            assert push == pytest.approx(1000 * want, abs=0.051)
+            clipped = not any(own[token]) and all(data["advantages"][i] for i in tokens[token])
+            assert hatched == (options["policy_loss"] == "clip" and clipped)
     assert chosen == [*["false-1"] * 3, "true0", *["false-1"] * (len(chosen) - 4)]
 
 
 def test_each_picture_can_be_drawn_and_is_committed_and_the_page_is_that_of_the_template():
     """No picture more, none less; the page has 400 KB at most and no address"""
-    for draw, colours in itertools.product(figures.DRAWINGS.values(), figures.COLOURS.values()):
-        assert draw(**colours).axes
+    for draw in figures.DRAWINGS.values():
+        assert draw().axes
     drawn = [f"{name}{suffix}.png" for name in figures.DRAWINGS for suffix in figures.COLOURS]
     pictures = sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
     assert sorted([*drawn, "toy_run.png"]) == pictures                  # page 7's, which plot_run.py has drawn
     page = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8")
-    data = json.loads(re.search(r'id="group">(.*?)</script>', page)[1])
+    data = data_in(page)
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
-    for name, options in look_at_a_group.METHODS.items():
-        assert options.items() <= data["methods"][name]["options"].items()
     assert page == look_at_a_group.page(data) and len(page.encode()) <= 400_000 and "://" not in page

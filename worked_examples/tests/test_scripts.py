@@ -27,7 +27,7 @@ SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py
 def test_each_script_runs(script, flags, printed, monkeypatch, capsys):
     """To the line that says what it found, from a short cold start"""
     (problems, held_out), weights = grpo.tiny_problems(0), cold_started(0)
-    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems, held_out[:64]))
+    monkeypatch.setattr(grpo, "tiny_problems", lambda seed: (problems[:500], held_out[:64]))
     monkeypatch.setattr(grpo, "cold_start", lambda policy, *_, **__: policy.load_state_dict(weights))
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     runpy.run_path(str(EXAMPLES / "scripts" / script), run_name="__main__")
@@ -50,27 +50,20 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
         assert (learned[one] - learned[other]).abs().mean() > 1e-4, (one, other)
 
 
-def test_runs_are_drawn_in_one_picture(tmp_path, monkeypatch):
-    """A line for each run and its mean of ten steps; a folder or its metrics.jsonl"""
+def test_runs_are_drawn_in_one_picture(tmp_path):
+    """A line for each run, and its mean of ten steps"""
     script = runpy.run_path(str(EXAMPLES / "scripts/plot_run.py"))
     lines = [json.dumps({"step": i + 1} | dict.fromkeys(script["PANELS"], float(i))) for i in range(30)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    saved = []
-    monkeypatch.setattr(script["Figure"], "savefig", lambda figure, *args, **kwargs: saved.append(figure))
-    script["main"]([str(tmp_path), f"{tmp_path}/metrics.jsonl"])
-    assert [line.get_ydata()[29] for line in saved[0].axes[4].lines] == [29, 24.5, 29, 24.5]
+    figure = script["draw"]([tmp_path, tmp_path])
+    assert [line.get_ydata()[29] for line in figure.axes[4].lines] == [29, 24.5, 29, 24.5]
 
 
-def test_a_script_finds_grpo_and_its_neighbours(monkeypatch):
+def test_a_script_finds_grpo():
     """Python searches the folder of the script that it starts, and here no other of the repository"""
-    folders = {"", str(ROOT), *(str(path.parent) for path in SCRIPTS)}
-    elsewhere = [folder for folder in sys.path if folder not in folders]
     for path in [*EXAMPLES.glob("scripts/*.py"), *EXAMPLES.glob("course/*.py")]:
-        if path.name != "walkthrough.py":                               # which would run
-            monkeypatch.setattr(sys, "path", [str(path.parent), *elsewhere])
-            for name in {"grpo", "variants"} & set(sys.modules):
-                monkeypatch.delitem(sys.modules, name)
-            runpy.run_path(str(path))
+        before, found, _ = path.read_text().partition("\nimport grpo\n")
+        assert not found or "\nsys.path.insert(0, str(" in before, path
 
 
 def test_formulas_are_compared():
@@ -95,8 +88,8 @@ def test_a_judge_scores_prompt_and_answer_together(data, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL", str(data / "models/judge"))
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(data / "models/judge")
     scores = [judge(**chat_tokenizer()(text, return_tensors="pt")).logits.item() for text in ("1+2=3", "4+4=81")]
-    prompts, answers = ([[{"role": role, "content": text}] for text in texts]
-                        for role, texts in (("user", ("1+2", "4+4")), ("assistant", ("=3", "=81"))))
+    prompts = [[{"role": "user", "content": text}] for text in ("1+2", "4+4")]
+    answers = [[{"role": "assistant", "content": text}] for text in ("=3", "=81")]
     assert reward_model(prompts, answers) == pytest.approx(scores, abs=1e-5)
 
 

@@ -48,23 +48,13 @@ def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
         tokenizer("aq")
 
 
-def test_a_seed_and_a_number_of_solutions_say_what_is_made(task):
-    """The same seed, the same weights; another seed, or none imitated, or both, and they are others."""
-    made = []
-    for number, flags in enumerate(["", "", "--seed 1", "--imitate 0", "--imitate 0 --seed 1"]):
-        small_model(task / "task.jsonl", task / f"model{number}", *flags.split())
-        made.append((task / f"model{number}/model.safetensors").read_bytes())
-    assert made[0] == made[1] and len(set(made)) == 4
-
-
-def test_what_is_wrong_is_one_line_and_makes_no_folder(task, capsys):
-    """A folder that is there, other problems than texts: exit code 2."""
-    (task / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "solution": "4"}')
-    (task / "none.jsonl").write_text('{"prompt": "a>", "solution": "a"}\n{"prompt": "b>", "solution": null}')
-    for file, folder, message in (("task.jsonl", ".", "is there already"), ("absent.jsonl", "m", "absent.jsonl"),
-                                  ("chat.jsonl", "m", "both texts"), ("none.jsonl", "m", "both texts")):
-        with pytest.raises(SystemExit) as exit:
-            small_model(task / file, task / folder)
-        error = capsys.readouterr().err
-        assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
-    assert not (task / "m").exists()
+@pytest.mark.parametrize("folder, row, message", [
+    (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "needed are"),
+    ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "needed are")])
+def test_what_is_wrong_is_one_line(tmp_path, capsys, folder, row, message):
+    """A folder that is there; problems that are no texts"""
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    with pytest.raises(SystemExit) as exit:
+        small_model(tmp_path / "task.jsonl", tmp_path / folder)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and message in error and error.count("\n") == 1, error
