@@ -11,10 +11,8 @@ lacks what it needs, or raises NotImplementedError without a text. The file's TO
 file runs in this process: if it is not yours, read it first.
 """
 
-import functools
 import importlib.util
 import inspect
-import os
 import re
 import sys
 from pathlib import Path
@@ -27,16 +25,15 @@ import grpo
 from worked_examples.scripts import variants
 
 LAWS = [ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"]
-TEXT = "".join(path.read_text(encoding="utf-8") for path in LAWS)
-NAMES = [name for module in (grpo, variants) for name, value in vars(module).items()
-         if inspect.isfunction(value) and (f"grpo.{name}(" in TEXT or f"variants.{name}(" in TEXT)]
+CALLED = re.findall(r"(?:grpo|variants)\.(\w+)\(", "".join(path.read_text(encoding="utf-8") for path in LAWS))
+NAMES = {name: module for module in (grpo, variants) for name in vars(module) if name in CALLED}
 OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider".split()
 OPTIONS += ["-m", "not beyond and not errors"]
 
 
 def load(path):
     """The file as a module; for `import grpo` it gets grpo.py itself, and it may import its neighbours."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location("your_file", path)
     module = sys.modules["your_file"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +51,7 @@ class Laws:
     """A plugin of pytest, which puts a module in the place of grpo.py and variants.py and notes what the laws say."""
 
     def __init__(self, module):
-        self.module, self.asked, self.depth = module, None, 0           # asked: the function that a law is about
+        self.module, self.asked = module, None                          # asked: the function that a law is about
         self.outcomes = {name: [] for name in NAMES}                    # "same", or why a law was skipped
         self.broken = {name: [] for name in NAMES}                      # laws, and their smallest inputs
         for name in NAMES:
@@ -63,57 +60,48 @@ class Laws:
         sys.modules["worked_examples.scripts"].variants = module
 
     def watched(self, name, function):
-        """The function, as the laws and the file itself call it: it skips a test that cannot be asked."""
-        if function is None:
-            return lambda *args, **options: self.skip(name, "not there")
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
+        """The function, as the laws and the file itself call it: it skips a law that cannot be asked."""
         def call(*args, **options):
             __tracebackhide__ = True
+            if function is None:
+                self.skip(name, "not there")
             if name != self.asked and self.broken[name]:
                 self.skip(name, "differs")
-            if self.depth == 0:
-                try:
-                    signature.bind_partial(**options)
-                except TypeError as error:
-                    self.skip(name, str(error).replace("got an unexpected keyword", "no"))
-            self.depth += 1                                             # 0: a law calls, else a function of the file
+            try:
+                inspect.signature(function).bind_partial(**options)
+            except TypeError as error:
+                self.skip(name, str(error).replace("got an unexpected keyword", "no"))
             try:
                 return function(*args, **options)
             except NotImplementedError as error:
                 if error.args:                                          # torch's own, for a wrong dtype
                     raise
-            finally:
-                self.depth -= 1
             self.skip(name, "not there: it raises NotImplementedError")
         return call
 
     def skip(self, name, why):
-        if self.depth > 0:
-            pytest.skip(f"waits for {name}")
-        pytest.skip(why if name == self.asked else f"{name}: {why}")
+        if name != self.asked:
+            why = f"{name}: {why}" if why.startswith("no argument") else f"waits for {name}"
+        pytest.skip(why)
 
     def pytest_collection_finish(self):
         laws = sys.modules["test_grpo"]
         laws.TOLERANCE = getattr(self.module, "TOLERANCE", 1e-6)
         laws.MODEL_TOLERANCE = max(laws.TOLERANCE, 1e-5)                # without position ids, angles round
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item, call):
-        report = yield
-        if report.failed:
-            row = item.callspec.params if hasattr(item, "callspec") else {}
-            row = ", ".join(f"{name}={value}" for name, value in row.items())
-            notes = " ".join(getattr(call.excinfo.value, "__notes__", [row]))               # Hypothesis' example
-            smallest = re.sub(r"Failing test case: \w+\( *|,? *\)$", "", " ".join(notes.split()))
-            self.broken[self.asked].append(f"{item.function.__doc__}; {smallest}")
-        elif report.when == "call":
-            self.outcomes[self.asked].append(call.excinfo.value.msg if report.skipped else "same")
-        return report
-
     def pytest_runtest_setup(self, item):
         self.asked, _ = about(item)
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.when != "call":
+            return
+        if call.excinfo is None:
+            self.outcomes[self.asked].append("same")
+        elif call.excinfo.errisinstance(pytest.skip.Exception):
+            self.outcomes[self.asked].append(call.excinfo.value.msg)
+        else:
+            smallest = "".join(getattr(call.excinfo.value, "__notes__", [item.name]))         # a row of a table
+            self.broken[self.asked].append(" ".join(f"{item.function.__doc__}; {smallest}".split()))
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")
@@ -136,6 +124,6 @@ def main(path, *options):
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
+    if not sys.argv[1:] or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -28,15 +28,12 @@ def trainer(**settings):
     return asked
 
 
-def score(asked, rewards, T=1):
-    ids, texts = [[1] * T] * len(rewards), ["."] * len(rewards)
+def group_advantages(rewards, num_generations, *, scale_rewards="group"):
+    asked = trainer(num_generations=num_generations, scale_rewards=scale_rewards)
+    ids, texts = [[1]] * len(rewards), ["."] * len(rewards)
     asked._generate = lambda prompts: (ids, ids, None, texts, None, {}, None, None)
     asked._calculate_rewards = lambda *args: rewards[:, None]
-    return asked._generate_and_score_completions([{"prompt": "?"}] * len(rewards))
-
-
-def group_advantages(rewards, num_generations, *, scale_rewards="group"):
-    return score(trainer(num_generations=num_generations, scale_rewards=scale_rewards), rewards)["advantages"]
+    return asked._generate_and_score_completions([{"prompt": "?"}] * len(rewards))["advantages"]
 
 
 def make_completion_mask(completion_ids, eos_token_ids):
@@ -63,18 +60,15 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
               num_items_in_batch=None, num_rows_in_batch=None, use_bias_correction_kl=False, **settings):
     if loss_type != dict(clip=loss_type, cispo="dapo", sapo="grpo")[policy_loss]:
         raise NotImplementedError
-    (B, T), steps = logps.shape, (num_rows_in_batch or len(logps)) / len(logps)         # of accumulation
+    ids, steps = torch.ones_like(mask), (num_rows_in_batch or len(logps)) / len(logps)                # of accumulation
     settings = {name: value for name, value in settings.items() if value is not None}
-    settings |= dict(loss_type=loss_type if policy_loss == "clip" else policy_loss, num_generations=B, ref_model=MODEL)
-    asked = trainer(steps_per_generation=steps, current_gradient_accumulation_steps=steps,
-                    use_bias_correction_kl=use_bias_correction_kl, **settings)
-    old = (logps if old_logps is None else old_logps).detach()         # TRL computes π_old and π_ref without gradients
-    asked._get_per_token_logps_and_entropies = lambda *args, **options: (old, None, None)
-    inputs = score(asked, torch.zeros(B), T)
+    asked = trainer(loss_type=loss_type if policy_loss == "clip" else policy_loss, steps_per_generation=steps,
+                    current_gradient_accumulation_steps=steps, use_bias_correction_kl=use_bias_correction_kl, **settings)
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, torch.zeros(1, 1), None)
-    inputs |= dict(completion_mask=mask, advantages=advantages, old_per_token_logps=None if old_logps is None else old,
-                   ref_per_token_logps=None if ref_logps is None else ref_logps.detach(),
-                   num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
+    constant = lambda x: x if x is None else x.detach()                # TRL computes π_old and π_ref without gradients
+    inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages,
+                  old_per_token_logps=constant(old_logps), ref_per_token_logps=constant(ref_logps),
+                  num_items_in_batch=torch.as_tensor(num_items_in_batch or mask.sum()))
     loss = asked._compute_loss(MODEL, inputs)
     metrics = {name: values[-1] for name, values in asked._metrics["train"].items() if name == "kl" or "clip" in name}
     return loss, {name.replace("cispo_clip_ratio", "clip_ratio/high_mean"): x for name, x in metrics.items()}

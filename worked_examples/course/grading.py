@@ -26,7 +26,6 @@ from worked_examples.course import homework
 SECONDS = 60                                                            # for the import of a file, and for each law
 FORMULA = {"grpo_loss": 14, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
            "clipped_surrogate_loss": 4, "kl_estimate": 4, "aggregate": 4}        # points; the other functions 2
-MARKS = ("formula", "beyond", "errors")
 fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
@@ -44,32 +43,36 @@ def failure(call):
     """Why a call fails, in one line: what is expected and what came, or the error. "" if it does not fail."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
     error = pytest.CallInfo.from_call(call, "call").excinfo
-    text = f"{error.typename}: {error.value}" if error else ""
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    telling = [line for line in lines if line.startswith(("expected ", "got "))]
-    return "; ".join(telling or lines[:1])
+    if error is None:
+        return ""
+    is_difference = error.errisinstance(pytest.fail.Exception)
+    return " ".join((error.value.msg if is_difference else error.exconly()).split())
 
 
-def examine(path, name, questions):
-    """Import a file, put this function of it into grpo.py, and ask: {mark: why its points are lost}."""
+def enter(path):
+    """Import a file in this process: why this fails, or ""."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)                                                 # what a file prints is not shown
+    os.dup2(nowhere, 1)                                                 # what the file prints is not shown
     os.dup2(nowhere, 2)
     sys.modules["grpo"] = None                                          # importing it is an error
-    unusable = failure(lambda: check.load(path))
-    if unusable:
-        return dict.fromkeys(MARKS, unusable)
-    homework.put(sys.modules["your_file"], [name])
-    lost = {}
-    for mark, title, call in questions:
-        if mark not in lost and "formula" not in lost:                  # one reason is enough
-            why = failure(call)
-            lost |= {mark: f"{title}: {why}"} if why else {}
+    return failure(lambda: check.load(path))
+
+
+def examine(path, name, laws):
+    """Put this function of a file into grpo.py and ask: {mark: why its points are lost, or ""}."""
+    enter(path)
+    mine, lost = sys.modules["your_file"], {}
+    if not homework.is_written(mine, name):
+        return dict.fromkeys(laws, "not written")
+    homework.put(mine, [name])
+    for mark, asked in laws.items():                                    # the formula first
+        reasons = (f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
+        lost[mark] = "the formula is wrong" if lost.get("formula") else next(reasons, "")
     return lost
 
 
 def in_a_process(function, *arguments):
-    """What a function returns in a process of its own; an error says how this process ended."""
+    """What a function returns in a process of its own; a text says how this process ended before it did."""
     receiver, answer = fork.Pipe(duplex=False)
     process = fork.Process(target=lambda: answer.send(function(*arguments)))
     process.start()
@@ -78,38 +81,26 @@ def in_a_process(function, *arguments):
         return receiver.recv()
     except EOFError:
         process.join()
-    if process.exitcode == -signal.SIGALRM:
-        raise ChildProcessError(f"does not end in {SECONDS} seconds")
-    raise ChildProcessError(f"ends with exit code {process.exitcode}")
-
-
-def losses(path, name, questions):
-    """What examine returns; if its process ends before, all points are lost."""
-    try:
-        return in_a_process(examine, path, name, questions)
-    except ChildProcessError as error:
-        return dict.fromkeys(MARKS, str(error))
+    hangs = process.exitcode == -signal.SIGALRM
+    return f"does not end in {SECONDS} seconds" if hangs else f"ends with exit code {process.exitcode}"
 
 
 def grade(path, word="", json_file=None):
     """Print the points of each function, and why it lost some. 0 if none is lost."""
-    questions = {name: [] for name in check.NAMES}
+    laws = {name: {"formula": [], "beyond": [], "errors": []} for name in check.NAMES if word in name}
     for law, call in collect(*check.LAWS):
         name, mark = check.about(law)
-        questions[name].append((mark, law.name, call))
+        if name in laws:
+            laws[name][mark].append((law, call))
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
-    sys.modules["test_grpo"].Difference.law = ""                        # a failure's text begins with it
     given(strategies.none())(lambda nothing: None)()                    # what Hypothesis loads serves all processes
-    unusable = losses(path, "", [])
-    written = [] if unusable else homework.written(path)
+    unusable = in_a_process(enter, path)
     tests = []
-    for name in [name for name in questions if word in name]:
-        lost = unusable or dict.fromkeys(MARKS, "not written")
-        if name in written:
-            lost = losses(path, name, questions[name])
-        for mark in MARKS:
-            if mark in [question[0] for question in questions[name]]:
-                why = lost.get(mark, "the formula is wrong" if "formula" in lost else "")
+    for name in laws:
+        lost = unusable or in_a_process(examine, path, name, laws[name])
+        for mark, asked in laws[name].items():
+            if asked:
+                why = lost if isinstance(lost, str) else lost[mark]
                 points = FORMULA.get(name, 2) if mark == "formula" else 1
                 tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
                 print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())

@@ -17,68 +17,51 @@ wrong, the others are lost, too. --json FILE writes what Gradescope reads.
 """
 
 import argparse
-import ast
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 from worked_examples.check_your_own import check
 from worked_examples.scripts import variants
 
-GRPO, VARIANTS = ROOT / "grpo.py", ROOT / "worked_examples/scripts/variants.py"
-COURSE = Path(__file__).with_name("README.md")
-
-
-def exercises(path):
-    """{name: syntax tree} of the functions of a file that the laws ask."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in check.NAMES}
-
-
-def written(path):
-    """The names that a file defines or assigns, but for the functions that have no body yet."""
-    names = set()
-    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        if isinstance(node, ast.FunctionDef):
-            body = [ast.unparse(part) for part in node.body if not isinstance(part, ast.Expr)]     # without docstring
-            if body != ["raise NotImplementedError"]:
-                names.add(node.name)
-    return names
-
-
-def emptied(path):
-    """The text of a file, in which the exercises have no body."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for function in reversed(exercises(path).values()):                 # from the end: line numbers stay valid
-        lines[function.body[0].end_lineno:function.end_lineno] = ["    raise NotImplementedError"]
-    return "\n".join(lines)
+COURSE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def new(path):
     """Write the file for the student: this docstring, the notation, the rungs without answers; the exercises."""
     notation = re.search("^Notation.*?(?=\n\n)", grpo.__doc__, re.S | re.M)[0]
-    rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE.read_text(encoding="utf-8"), re.S | re.M)[0]
+    rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE, re.S | re.M)[0]
     rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)
-    head = "\n\n".join(["My GRPO.", __doc__.partition("\n\n")[2].rstrip(), notation, rungs])
-    maths = re.search("^# §1 .*?(?=^# §9 )", emptied(GRPO), re.S | re.M)[0]
-    further = emptied(VARIANTS).partition("\nimport grpo\n")[2]
-    text = f'r"""{head}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}# Further exercises\n{further}\n'
+    maths = re.search("^# §1 .*?(?=^# §9 )", inspect.getsource(grpo), re.S | re.M)[0]
+    further = "# Further exercises\n" + inspect.getsource(variants).partition("\nimport grpo\n")[2]
+    text = f'r"""{__doc__}\n{notation}\n\n{rungs}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}{further}'
+    for name, module in check.NAMES.items():
+        source = inspect.getsource(getattr(module, name))
+        head = re.match('.*?""".*?"""\n', source, re.S)[0]              # to the end of the docstring
+        text = text.replace(source, f"{head}    raise NotImplementedError\n")
     Path(path).write_text(text, encoding="utf-8")
 
 
+def not_written():
+    raise NotImplementedError
+
+
+def is_written(mine, name):
+    """Whether a module has a function with other code than not_written's."""
+    function = getattr(mine, name, not_written)
+    return not inspect.isfunction(function) or function.__code__.co_code != not_written.__code__.co_code
+
+
 def put(mine, names):
-    """Put these functions of a student's file into grpo.py and variants.py, and the others of those into the file."""
-    for module in (grpo, variants):
-        for name in set(check.NAMES) & set(vars(module)):
-            source, target = (mine, module) if name in names else (module, mine)
-            setattr(target, name, getattr(source, name))
+    """Put these functions of a student's module into grpo.py and variants.py, and the others of those into it."""
+    for name, module in check.NAMES.items():
+        source, target = (mine, module) if name in names else (module, mine)
+        setattr(target, name, getattr(source, name))
 
 
 def table(seed):
@@ -114,10 +97,10 @@ def table(seed):
 def run(path, flags):
     """The table, or with flags grpo.py's own run."""
     torch.set_num_threads(1)                                            # for so little work more would wait
-    names = exercises(GRPO)
-    yours = [name for name in names if name in written(path)]
-    put(check.load(path), yours)
-    print(f"{len(yours)} of {len(names)} functions are yours:", ", ".join(yours))
+    mine = check.load(path)
+    yours = [name for name in check.NAMES if is_written(mine, name)]
+    put(mine, yours)
+    print(f"{len(yours)} of {len(check.NAMES)} functions are yours:", ", ".join(yours))
     if flags:
         return grpo.main(flags)
     print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th")
@@ -126,28 +109,24 @@ def run(path, flags):
         print("{:5}  {:6.2f}  {:6.1f}  {:22.4f}  {:12.3f}  {:5.3f}".format(number, *runs[0][number]))
     ends = [sum(row[0] for row in rows[-5:]) / 5 for rows in runs]
     print("R =", ", ".join(f"{reward:.2f}" for reward in ends), "(the reward of the last five rounds, seeds 0, 1, 2)")
-    return 0
 
 
 def main(argv):
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
-    parser.add_argument("--new", metavar="FILE")
-    parser.add_argument("--grade", metavar="FILE")
-    parser.add_argument("-k", metavar="WORD", default="")
-    parser.add_argument("--json", metavar="FILE")
-    options, words = parser.parse_known_args(argv)                      # of a run: the file, and grpo.py's flags
-    path = options.grade or options.new
-    if bool(path) == bool(words) or words and words[0].startswith("-"):
-        parser.exit(2, parser.format_usage())
-    path = path or words[0]
-    if Path(path).is_file() == (path == options.new):
-        parser.exit(2, f"homework.py: error: {path} is {'there already' if options.new else 'not there'}\n")
-    if words:
-        return run(path, words[1:])
+    parser.add_argument("file")
+    parser.add_argument("--new", action="store_true")
+    parser.add_argument("--grade", action="store_true")
+    parser.add_argument("-k", default="")
+    parser.add_argument("--json")
+    options, flags = parser.parse_known_args(argv)                      # flags: grpo.py's
+    if Path(options.file).is_file() == options.new:
+        parser.exit(2, f"homework.py: error: {options.file} is {'there already' if options.new else 'not there'}\n")
     if options.new:
-        return new(path)
+        return new(options.file)
+    if not options.grade:
+        return run(options.file, flags)
     from worked_examples.course import grading
-    return grading.grade(path, options.k, options.json)
+    return grading.grade(options.file, options.k, options.json)
 
 
 if __name__ == "__main__":
