@@ -36,16 +36,17 @@ def test_the_printed_command_trains_the_model(task, capsys):
     assert result.code == 0, result.err
     before, after = (float(word) for word in result.out.splitlines()[-1].split() if word[:2] in ("0.", "1."))
     assert before < 0.5 and after > 0.8, result.out
+    (task / "odd.jsonl").write_text('{"prompt": "aq>", "solution": "qa"}')
+    refused = cli(*flags, "--eval_dataset", task / "odd.jsonl")
+    assert refused.code == 2 and refused.err.startswith("grpo.py: error: prompt: got 'aq>'; Encountered an unknown")
 
 
-def test_the_tokenizer_knows_the_characters_of_the_file_alone(tmp_path):
-    """Texts come back as they were; an unknown character is an error, for the model's tokenizer, too."""
+def test_the_tokenizer_keeps_each_character(tmp_path):
+    """Texts come back as they were."""
     SCRIPT["make_tokenizer"]([{"prompt": " a  b\n>", "solution": "é<"}]).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(" b  é\n<>a")["input_ids"]
     assert len(ids) == 9 and tokenizer.decode(ids + [1, 0], skip_special_tokens=True) == " b  é\n<>a"
-    with pytest.raises(Exception, match="unknown"):
-        tokenizer("aq")
 
 
 @pytest.mark.parametrize("folder, row, message", [

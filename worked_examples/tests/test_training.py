@@ -333,7 +333,7 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 @pytest.mark.parametrize("returned, said", [
     ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), (0.5, "0.5"), ([], r"\[\]"),
-    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], "8 rewards, .*")], ids=str)
+    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], r"8 rewards, \[nan\]")], ids=str)
 def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
     """A number, strings, too few, NaN: the error shows it."""
     said = f"<lambda> returned {said}; allowed are 8, each a finite number or None"
@@ -477,11 +477,12 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     ('{"prompt": "1", "a": 1}\n{"prompt": [{"role": "user", "content": "1"}], "a": 1}\n', "line 2.* mixes texts"),
     (dict(model="./nowhere"), "nowhere"), (dict(model="."), "tokenizer"), (dict(resume_from_checkpoint="."), "trainer"),
     (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
+    (dict(dataset="null.jsonl", reward_funcs="accuracy"), "got .*'solution': None.; allowed with accuracy: a solution"),
     (dict(output_dir="text.jsonl"), "text.jsonl"), (dict(loss_type="bnpo"), "--loss_type"),
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
     (dict(reward_weights=1), "reward_weights: got"), (dict(num_generations=5), "generation_batch_size: got 8"),
     (dict(num_generations=1), "num_generations: got 1"), (dict(num_mini_batches=9), "num_mini_batches: got 9"),
-    (dict(max_steps=0), "max_steps: got 0; allowed: steps in all"), (dict(beta=inf), "beta: got inf"),
+    (dict(max_steps=0), "max_steps: got 0; .* 1 or more"), (dict(beta=inf), "beta: got inf"),
     (dict(temperature=0), "temperature: got 0.0; allowed"), (dict(epsilon=1.5), "epsilon: got 1.5"),
     (dict(epsilon=-0.1), "epsilon: got"), (dict(delta=1.25, epsilon_high=0.3), "delta: got 1.25; .* at least 1"),
     (dict(delta=2.0, policy_loss="sapo"), "delta: got 2.0; .* clip"), (dict(sync_ref_model=True), "with beta > 0: ref"),
@@ -493,6 +494,7 @@ def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
     """The line says what is wrong; no file is written, and no folder made."""
     monkeypatch.chdir(data)
     (data / "zeros.py").write_text("f = lambda completions, **columns: [0]")
+    (data / "null.jsonl").write_text('{"prompt": "1", "solution": null}')
     if isinstance(given, str):
         (data / "bad.jsonl").write_bytes(given.encode(errors="surrogateescape"))
         given = dict(dataset="bad.jsonl")
