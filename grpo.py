@@ -1033,7 +1033,7 @@ def choose_output_dir(options):
 
 
 def load_job(config, options):
-    """The dataset, the held-out problems, the policy and the tokenizer of a command line."""
+    """The dataset, the held-out problems, the policy on its device, the tokenizer."""
     where = ""
     if options.model == "tiny":
         dataset, held_out = tiny_problems(config.seed)
@@ -1061,6 +1061,9 @@ def load_job(config, options):
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
                          f"up to {room} after a prompt of {longest} tokens")
+    if policy.num_parameters() < 10**6:
+        torch.set_num_threads(1)                               # several would wait for each other
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
     return dataset, held_out, policy, tokenizer
 
 
@@ -1074,9 +1077,6 @@ def run(config, options, saved, argv):
         dataset, held_out, policy, tokenizer = load_job(config, options)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
-    if policy.num_parameters() < 10**6:
-        torch.set_num_threads(1)                               # several would wait for each other
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
     log = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
     try:
         if options.model == "tiny" and not saved:

@@ -81,7 +81,6 @@ if __name__ == "__main__":
     reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     dataset, held_out, policy, tokenizer = grpo.load_job(config, options)
     if options.model == "tiny":
-        torch.set_num_threads(1)                                # for so small a model, more would wait
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)

@@ -35,7 +35,6 @@ def now():
 def usual_job(config, options):
     """What `python grpo.py` trains with these flags, the tiny model after its cold start."""
     problems, _, model, tokenizer = grpo.load_job(config, options)
-    model.to("cuda" if ON_GPU else "cpu")
     if options.model == "tiny":
         grpo.cold_start(model, tokenizer, problems, config.seed)
     return model, tokenizer, problems, [grpo.load_reward_func(name) for name in options.reward_funcs]

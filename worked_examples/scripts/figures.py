@@ -1,4 +1,4 @@
-"""Draw the pictures of README and of the worked examples, each for a light and for a dark page.
+"""Draw the pictures of README and of the worked examples.
 
     python worked_examples/scripts/figures.py               draw all pictures
     python worked_examples/scripts/figures.py run           first run the demo, and write anew what depends on it
@@ -24,15 +24,10 @@ import grpo
 from worked_examples.scripts import look_at_a_group
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
-# matplotlib looks up "C0" in the list of colours when it draws. Blue and orange differ for colour-blind readers, too.
-BLUE, ORANGE, GREY, PALE, INK, PAPER = "C0", "C1", "C2", "C3", "C4", "C5"
-COLOURS = {"": ["#1668b8", "#c25700", "#59636e", "#e8ebee", "#1b1f24", "#ffffff"],
-           "_dark": ["#5aa7ee", "#f0883e", "#a9b1ba", "#262c34", "#e8eaed", "#0d1117"]}
-STYLE = {"figure.figsize": (7.0, 2.9), "figure.constrained_layout.use": True, "figure.dpi": 200,
-         "figure.facecolor": PAPER, "axes.facecolor": PAPER, "text.color": INK, "axes.labelcolor": INK,
-         "axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
-         "legend.frameon": False, "legend.fontsize": 8}
+BLUE, ORANGE, GREY, PALE, INK = "#1668b8", "#c25700", "#59636e", "#e8ebee", "#1b1f24"  # colour-blind readers tell them
+STYLE = {"figure.figsize": (7.0, 2.9), "figure.constrained_layout.use": True, "figure.dpi": 200, "text.color": INK,
+         "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+         "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 8}
 
 
 def csv(name):
@@ -59,7 +54,7 @@ def method_in_one_picture():
         colour = BLUE if A > 0 else ORANGE
         left.text(0, y, f"{beginning} {text[k + 1:]}", family="monospace", color=GREY)
         left.text(0, y, " " * k + "█", family="monospace", color=colour)
-        left.text(0, y, " " * k + text[k], family="monospace", color=PAPER, weight="bold")
+        left.text(0, y, " " * k + text[k], family="monospace", color="white", weight="bold")
         is_right, form = (rewards[i] for rewards in data["rewards_per_func"].values())
         left.text(56, y, f"{form + is_right:g} = {form:g} + {is_right:g}", color=colour)
         left.text(85, y, f"▲ +{A:.2f}" if A > 0 else f"▼ −{-A:.2f}", color=colour)
@@ -150,12 +145,10 @@ DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": cli
 
 def draw_all():
     matplotlib.rcParams.update(STYLE)
-    for suffix, colours in COLOURS.items():
-        matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=colours)
-        for name, draw in DRAWINGS.items():
-            path = PICTURES / f"{name}{suffix}.png"
-            draw().savefig(path)
-            Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)   # a third
+    for name, draw in DRAWINGS.items():
+        path = PICTURES / f"{name}.png"
+        draw().savefig(path)
+        Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)    # a third
 
 
 # The runs -------------------------------------------------------------------------------------------------------------
@@ -176,7 +169,6 @@ def demo(flags):
 
 def run_all():
     """The csv files; group.html: look_at_a_group.py's page, and the carry at its first fork in a whole run."""
-    torch.set_num_threads(1)
     for name, runs in RUNS.items():
         table = [[metrics[metric] for metric in METRICS] for flags in runs for _, _, metrics in demo(flags)[1]]
         numpy.savetxt(PICTURES / f"{name}.csv", table, "%.5g", ",", header=",".join(METRICS), comments="")

@@ -75,7 +75,6 @@ def ranked_pairs(rollout, G):
 def main():
     config, options, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
     G, M = config.num_generations, config.ref_model_sync_steps
-    torch.set_num_threads(1)                                            # for so small a model, more would wait
     problems, held_out, policy, tokenizer = grpo.load_job(config, options)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)

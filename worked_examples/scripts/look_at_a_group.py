@@ -43,11 +43,9 @@ def load(argv):
         config = replace(config, epsilon_high=0.28 if config.loss_type == "dapo" else config.epsilon)
     dataset, _, policy, tokenizer = grpo.load_job(config, options)
     if options.model == "tiny":
-        torch.set_num_threads(1)                                        # for so small a model, more would wait
         grpo.cold_start(policy, tokenizer, dataset, config.seed)
         dataset = [row for row in dataset                               # the carry adds a digit
                    if len({len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)}) == 2]
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
     reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     return own.html, (policy, tokenizer, dataset, reward_funcs, config, options.model == "tiny")
 

@@ -47,7 +47,6 @@ def compute_advantages(rewards_per_func, rollout, config):
 
 def main():
     config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
-    torch.set_num_threads(1)                                            # for so small a model, more would wait
     problems, held_out, policy, tokenizer = grpo.load_job(config, options)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)

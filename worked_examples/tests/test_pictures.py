@@ -131,7 +131,7 @@ def test_each_picture_can_be_drawn_and_is_committed_and_the_page_is_that_of_the_
     """No picture more, none less; the page has 400 KB at most and no address"""
     for draw in figures.DRAWINGS.values():
         assert draw().axes
-    drawn = [f"{name}{suffix}.png" for name in figures.DRAWINGS for suffix in figures.COLOURS]
+    drawn = [f"{name}.png" for name in figures.DRAWINGS]
     pictures = sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
     assert sorted([*drawn, "toy_run.png"]) == pictures                  # page 7's, which plot_run.py has drawn
     page = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8")

@@ -1,8 +1,11 @@
-"""Tests of the scripts and pages that are here, and of README."""
+"""Tests of the scripts and pages that are here, of README, and of grpo.py as a text."""
 
 import ast
+import inspect
 import itertools
 import json
+import pdb
+import random
 import re
 import runpy
 import shlex
@@ -18,6 +21,7 @@ import grpo
 README, GRPO = (ROOT / "README.md").read_text(), (ROOT / "grpo.py").read_text()
 PAGES = [ROOT / "README.md", *sorted(EXAMPLES.rglob("*.md"))]
 SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
+SMALL_MODEL = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
 
 
 @pytest.mark.parametrize("script, flags, printed", [
@@ -57,6 +61,62 @@ def test_runs_are_drawn_in_one_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     figure = script["draw"]([tmp_path, tmp_path])
     assert [line.get_ydata()[29] for line in figure.axes[4].lines] == [29, 24.5, 29, 24.5]
+
+
+def small_model(*words):
+    SMALL_MODEL["main"]([str(word) for word in words])
+
+
+def test_a_small_model_learns_a_task_by_the_command_that_is_printed(tmp_path, capsys):
+    """Words of three letters backwards, held out and greedy: 0.03 to 0.19 are right before, 30 of 31 after (seeds 42,
+    1, 2). "gag" has a letter of no other problem; a letter of no problem is an error that says where."""
+    draw = random.Random(0)
+    words = list(dict.fromkeys("".join(draw.choices("abcdef", k=3)) for _ in range(200)))
+    for name, part in ("task", words[:80]), ("held_out", [*words[80:110], "gag"]), ("odd", ["aq"]):
+        rows = [json.dumps({"prompt": f"{word}>", "solution": word[::-1]}) for word in part]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    small_model(tmp_path / "task.jsonl", tmp_path / "model", "--eval_dataset", tmp_path / "held_out.jsonl")
+    python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert python == "python" and script.endswith("grpo.py")
+    result = cli(*flags, "--max_steps", 60, "--output_dir", tmp_path / "run")
+    assert result.code == 0, result.err
+    before, after = (float(word) for word in result.out.splitlines()[-1].split() if word[:2] in ("0.", "1."))
+    assert before < 0.5 and after > 0.8, result.out
+    refused = cli(*flags, "--eval_dataset", tmp_path / "odd.jsonl")
+    assert refused.code == 2 and refused.err.startswith("grpo.py: error: prompt: got 'aq>'; Encountered an unknown")
+
+
+def test_the_tokenizer_of_a_small_model_keeps_each_character(tmp_path):
+    """Texts come back as they were."""
+    SMALL_MODEL["make_tokenizer"]([{"prompt": " a  b\n>", "solution": "é<"}]).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(" b  é\n<>a")["input_ids"]
+    assert len(ids) == 9 and tokenizer.decode(ids + [1, 0], skip_special_tokens=True) == " b  é\n<>a"
+
+
+@pytest.mark.parametrize("folder, row, message", [
+    (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "needed are"),
+    ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "needed are")])
+def test_what_small_model_refuses_is_one_line(tmp_path, capsys, folder, row, message):
+    """A folder that is there; problems that are no texts"""
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    with pytest.raises(SystemExit, match="2"):
+        small_model(tmp_path / "task.jsonl", tmp_path / folder)
+    assert re.fullmatch(f"small_model.py: error: .*{message}.*\n", capsys.readouterr().err)
+
+
+def test_smollm2_holds_out_sums_and_the_page_shows_the_command_that_is_printed():
+    """A sum held out is in no prompt of the training data, nor is its mirror image; all solutions are right."""
+    script, seen = runpy.run_path(str(EXAMPLES / "scripts/smollm2.py")), [{(2, 3), (4, 4)}]
+    for (name, rows), length in zip(script["sums"]().items(), (65, 32)):
+        sums = [sorted(map(int, row["prompt"][-1]["content"].split("+"))) for row in rows]
+        assert [row["solution"] for row in rows] == [str(x + y) for x, y in sums] and len(rows) == length, name
+        seen.append(set(map(tuple, sums)))
+    assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
+    command = script["COMMAND"].format(grpo="grpo.py", folder="smollm2")
+    config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
+    assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2
+    assert command in (EXAMPLES / "07_training_your_own_model.md").read_text()
 
 
 def test_a_script_finds_grpo():
@@ -129,3 +189,31 @@ def test_grpo_imports_nothing_heavy(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     runpy.run_path(grpo.__file__)
     assert not heavy & set(sys.modules)
+
+
+def called_by(function):
+    """The functions of grpo.py that this one calls, and those that they call."""
+    called = [getattr(grpo, name, None) for name in function.__code__.co_names]
+    return {function}.union(*[called_by(other) for other in called if inspect.isfunction(other)])
+
+
+def test_the_loss_can_be_pasted_with_those_that_it_calls():
+    """`import torch` and at most eight functions are a whole file"""
+    needed = called_by(grpo.grpo_loss)
+    pasted = {}
+    exec("\n\n\n".join(["import torch", *map(inspect.getsource, needed)]), pasted)
+    assert len(needed) <= 8, needed
+    logps = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
+    job = logps, torch.tensor([1.0, -1.0]), torch.ones(2, 2)
+    options = dict(old_logps=logps - 1, ref_logps=logps + 1, beta=0.1)
+    assert pasted["grpo_loss"](*job, **options) == grpo.grpo_loss(*job, **options)
+
+
+def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_letter_of_pdb():
+    """No decorator is in between; no local is called like a one-letter command of pdb, as n or s"""
+    commands = {name[-1] for name in dir(pdb.Pdb) if name.startswith("do_") and len(name) == 4}
+    for function in ast.walk(ast.parse(inspect.getsource(grpo))):
+        if isinstance(function, ast.FunctionDef):
+            names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+            names |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            assert not (function.decorator_list or names & commands), function.name
