@@ -53,10 +53,6 @@ def large_job():
     return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids]
 
 
-def run_here(*job):
-    list(grpo.train(*job))
-
-
 def run_trl(*job):
     """TRL's trainer, as the_same_run_in_trl.py makes it, without checkpointing, as here."""
     from worked_examples.check_your_own import the_same_run_in_trl
@@ -83,20 +79,16 @@ def measure(name, run, model, tokenizer, problems, reward_funcs, config):
         torch.cuda.reset_peak_memory_stats()
 
 
-def main(argv):
+if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    flags = [word for word in argv if word != "--trl"]
+    flags = [word for word in sys.argv[1:] if word != "--trl"]
     if "0.5B" in flags:
         config, *_ = grpo.parse_options(["--dataset", "none", "--max_steps", "6", *flags])
         job = large_job()
     else:
         config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
         job = usual_job(config, options)
-    measure("grpo.py", run_here, *job, config)
-    if "--trl" in argv:
+    measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
+    if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

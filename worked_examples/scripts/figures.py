@@ -142,15 +142,6 @@ def two_runs():
 DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": clipping, "real_model": real_model,
             "two_runs": two_runs}
 
-
-def draw_all():
-    matplotlib.rcParams.update(STYLE)
-    for name, draw in DRAWINGS.items():
-        path = PICTURES / f"{name}.png"
-        draw().savefig(path)
-        Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)    # a third
-
-
 # The runs -------------------------------------------------------------------------------------------------------------
 
 RUNS = {"tiny_run": [""], "collapsed_run": ["--learning_rate 3e-3"],
@@ -187,4 +178,8 @@ def run_all():
 if __name__ == "__main__":
     if sys.argv[1:] == ["run"]:
         run_all()
-    draw_all()
+    matplotlib.rcParams.update(STYLE)
+    for name, draw in DRAWINGS.items():
+        path = PICTURES / f"{name}.png"
+        draw().savefig(path)
+        Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)    # a third

@@ -72,7 +72,7 @@ def ranked_pairs(rollout, G):
     return pairs
 
 
-def main():
+if __name__ == "__main__":
     config, options, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
     G, M = config.num_generations, config.ref_model_sync_steps
     problems, held_out, policy, tokenizer = grpo.load_job(config, options)
@@ -92,7 +92,3 @@ def main():
             earlier, pairs = earlier + pairs, []
     after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"true accuracy: {before:.2f} -> {after:.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -45,7 +45,7 @@ def compute_advantages(rewards_per_func, rollout, config):
     return grpo.process_advantages(rewards, ends, rollout.completion_mask, config.num_generations)
 
 
-def main():
+if __name__ == "__main__":
     config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
     problems, held_out, policy, tokenizer = grpo.load_job(config, options)
     grpo.cold_start(policy, tokenizer, problems, config.seed)
@@ -55,7 +55,3 @@ def main():
     list(tqdm(steps, "process supervision", total=config.max_steps))
     after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     print(f"held-out accuracy: {before:.2f} -> {after:.2f}")
-
-
-if __name__ == "__main__":
-    main()
