@@ -92,7 +92,7 @@ def test_the_numbers_of_pages_03_to_08():
     """An update that jumps over the limit; the std of easy and hard questions; silent groups, p^G + (1 - p)^G; several
     rewards; the softmax's denominator, two temperatures, and the weight of a sampler that disagrees"""
     right = f64(0.5, -0.5).softmax(0)[0]                                # 1 times page 2's gradient
-    on_page("03", "0.7311 1.4621", right, right / 0.5)
+    on_page("03", "0.7311 1.462", right, right / 0.5)
     for right, text in ((1, "2.65 0.875"), (4, "1 0.5")):
         rewards = (torch.arange(8) < right).double()
         on_page("04", text, *[grpo.group_advantages(rewards, 8, **options)[0] for options in (BY_G, UNSCALED)])
