@@ -60,7 +60,7 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
         texts = rollout.completions
         if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
             return rollout, rewards_per_func, advantages
-    raise grpo.InputError("dataset: got 400 groups of answers without one to show; allowed are groups of unequal rewards")
+    sys.exit("look_at_a_group.py: error: in 400 samples there is no group of unequal rewards to show")
 
 
 def find_forks(answers, advantages):
