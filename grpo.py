@@ -1033,23 +1033,28 @@ def choose_output_dir(options):
 
 
 def load_job(config, options):
-    """The dataset, the held-out problems, the policy on its device, the tokenizer."""
-    where = ""
-    if options.model == "tiny":
-        dataset, held_out = tiny_problems(config.seed)
-    else:
-        dataset, held_out = load_dataset(options.dataset), []
-        where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
-    if options.eval_dataset:
-        held_out = load_dataset(options.eval_dataset)
-    names = options.reward_funcs
-    for row in dataset + held_out:
-        absent = row.get("solution") is None and (names == ["accuracy"] or "solution" not in row)
-        if "accuracy" in names and absent:
-            raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
-    print(f"{options.model}{where}: {len(dataset)} problems, rewards "
-          f"{', '.join(names)}", flush=True)
-    policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
+    """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
+    names, where = options.reward_funcs, ""
+    reward_funcs = [load_reward_func(name) for name in names]
+    if len(config.reward_weights or names) != len(names):
+        raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
+    try:
+        if options.model == "tiny":
+            dataset, held_out = tiny_problems(config.seed)
+        else:
+            dataset, held_out = load_dataset(options.dataset), []
+            where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
+        if options.eval_dataset:
+            held_out = load_dataset(options.eval_dataset)
+        for row in dataset + held_out:
+            absent = "solution" not in row or row["solution"] is None and names == ["accuracy"]
+            if "accuracy" in names and absent:
+                raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
+        print(f"{options.model}{where}: {len(dataset)} problems, rewards {', '.join(names)}",
+              flush=True)
+        policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
+    except (OSError, ValueError) as error:                     # the loaders' own
+        raise InputError(error) from error
     longest = 0
     for row in dataset + held_out:
         try:
@@ -1064,25 +1069,20 @@ def load_job(config, options):
     if policy.num_parameters() < 10**6:
         torch.set_num_threads(1)                               # several would wait for each other
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    return dataset, held_out, policy, tokenizer
+    if options.model == "tiny" and not options.resume_from_checkpoint:
+        cold_start(policy, tokenizer, dataset, config.seed)
+    return policy, tokenizer, dataset, reward_funcs, held_out
 
 
 def run(config, options, saved, argv):
     """The job of a command line."""
-    reward_funcs = [load_reward_func(name) for name in options.reward_funcs]
-    if len(config.reward_weights or reward_funcs) != len(reward_funcs):
-        raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
-    folder, checkpoint = choose_output_dir(options), options.resume_from_checkpoint
+    folder, checkpoint, log = choose_output_dir(options), None, ""
     try:
-        dataset, held_out, policy, tokenizer = load_job(config, options)
-    except (OSError, ValueError) as error:                     # the loaders' own
-        raise InputError(error) from error
-    log = Path(checkpoint, "metrics.jsonl").read_text() if saved else ""
-    try:
-        if options.model == "tiny" and not saved:
-            cold_start(policy, tokenizer, dataset, config.seed)
+        policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
         state = initial_state(policy, config)
         if saved:
+            checkpoint = options.resume_from_checkpoint
+            log = Path(checkpoint, "metrics.jsonl").read_text()
             load_checkpoint(state, saved)
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)

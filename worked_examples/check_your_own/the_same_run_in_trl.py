@@ -78,10 +78,8 @@ if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
     config, options, _ = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
     flags = ["--output_dir", options.output_dir or "trl-output", *sys.argv[end + 1:]]
-    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
-    dataset, held_out, policy, tokenizer = grpo.load_job(config, options)
+    policy, tokenizer, dataset, reward_funcs, held_out = grpo.load_job(config, options)
     if options.model == "tiny":
-        grpo.cold_start(policy, tokenizer, dataset, config.seed)
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
     if "--compare" in sys.argv:

@@ -32,14 +32,6 @@ def now():
     return time.perf_counter() if ON_GPU else time.process_time()
 
 
-def usual_job(config, options):
-    """What `python grpo.py` trains with these flags, the tiny model after its cold start."""
-    problems, _, model, tokenizer = grpo.load_job(config, options)
-    if options.model == "tiny":
-        grpo.cold_start(model, tokenizer, problems, config.seed)
-    return model, tokenizer, problems, [grpo.load_reward_func(name) for name in options.reward_funcs]
-
-
 def large_job():
     """Qwen2 0.5B's shape with random weights: prompts of 128 tokens, answers that no EOS ends."""
     def sum_of_ids(completion_ids, **kwargs):                           # costs nothing, and differs within a group
@@ -88,7 +80,7 @@ if __name__ == "__main__":
         job = large_job()
     else:
         config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
-        job = usual_job(config, options)
+        *job, _ = grpo.load_job(config, options)
     measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
     if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)

@@ -153,9 +153,8 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
 def demo(flags):
     """The demo's policy after its cold start, and its steps."""
     config, options, _ = grpo.parse_options(["--model", "tiny", *flags.split()])
-    problems, _, policy, tokenizer = grpo.load_job(config, options)
-    grpo.cold_start(policy, tokenizer, problems, config.seed)
-    return policy, grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward, grpo.think_format_reward], config)
+    policy, *job, _ = grpo.load_job(config, options)
+    return policy, grpo.train(policy, *job, config)
 
 
 def run_all():

@@ -75,8 +75,7 @@ def ranked_pairs(rollout, G):
 if __name__ == "__main__":
     config, options, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
     G, M = config.num_generations, config.ref_model_sync_steps
-    problems, held_out, policy, tokenizer = grpo.load_job(config, options)
-    grpo.cold_start(policy, tokenizer, problems, config.seed)
+    policy, tokenizer, problems, _, held_out = grpo.load_job(config, options)
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
     hotter = dataclasses.replace(config, temperature=1.5)   # at 1 most mistakes are one: the carry that is forgotten

@@ -41,12 +41,10 @@ def load(argv):
     config, options, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
     if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
         config = replace(config, epsilon_high=0.28 if config.loss_type == "dapo" else config.epsilon)
-    dataset, _, policy, tokenizer = grpo.load_job(config, options)
+    policy, tokenizer, dataset, reward_funcs, _ = grpo.load_job(config, options)
     if options.model == "tiny":
-        grpo.cold_start(policy, tokenizer, dataset, config.seed)
         dataset = [row for row in dataset                               # the carry adds a digit
                    if len({len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)}) == 2]
-    reward_funcs = [grpo.load_reward_func(name) for name in options.reward_funcs]
     return own.html, (policy, tokenizer, dataset, reward_funcs, config, options.model == "tiny")
 
 

@@ -47,8 +47,7 @@ def compute_advantages(rewards_per_func, rollout, config):
 
 if __name__ == "__main__":
     config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
-    problems, held_out, policy, tokenizer = grpo.load_job(config, options)
-    grpo.cold_start(policy, tokenizer, problems, config.seed)
+    policy, tokenizer, problems, _, held_out = grpo.load_job(config, options)
     before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
     steps = grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config,     # a reward only for the metrics
                        compute_advantages=compute_advantages)
