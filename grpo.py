@@ -27,8 +27,8 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on
-each batch. With one update ρ = 1 and nothing clips. The value of the loss is then a weighted sum of
--A and says little, but its gradient is that sum of -A·∇log π: the policy learns. The paper's own
+each batch. With one update ρ = 1 and nothing clips. The value of the loss is then Σ -w·A, with w a
+token's weight, and says little; its gradient is Σ -w·A·∇log π: the policy learns. The paper's own
 loss is --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
@@ -42,7 +42,6 @@ import copy
 import json
 import math
 import os
-import pickle
 import re
 import runpy
 import shlex
@@ -807,8 +806,8 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
     sampler_difference = 0.0        # if large: a bug in positions, temperature, masks or the cache
     state.optimizer.zero_grad()
-    # Without rows there is no gradient, and AdamW moves nothing; split() would give one empty part.
-    for part in rows.split(config.per_device_train_batch_size) if len(rows) > 0 else []:
+    for start in range(0, len(rows), config.per_device_train_batch_size):       # none: no gradient
+        part = rows[start:start + config.per_device_train_batch_size]
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
         old = logps.detach() if old_logps is None else old_logps[part]          # (part, T)
         loss, part_metrics = grpo_loss(
@@ -1014,7 +1013,7 @@ def parse_options(argv):
         path = f"{options.resume_from_checkpoint}/trainer_state.pt"
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except Exception as error:                             # torch.load's, of any class
             raise InputError(f"resume_from_checkpoint: {error}") from error
         parser.set_defaults(**saved["config"])                 # what no flag sets is as it was
     return *parser.parse_args_into_dataclasses(argv, look_for_args_file=False), saved
@@ -1027,7 +1026,7 @@ def choose_output_dir(options):
     names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
     free = next(name for name in names if not os.path.exists(name))
     folder = Path(options.output_dir or home or free)
-    if folder.resolve() != home and checkpoints_in(folder) or folder.is_file():
+    if folder.is_file() or (checkpoints_in(folder) and folder.resolve() != home):
         raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
     return folder
 
@@ -1047,7 +1046,7 @@ def load_job(config, options):
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
         for row in dataset + held_out:
-            absent = "solution" not in row or row["solution"] is None and names == ["accuracy"]
+            absent = "solution" not in row or (row["solution"] is None and names == ["accuracy"])
             if "accuracy" in names and absent:
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
         print(f"{options.model}{where}: {len(dataset)} problems, rewards {', '.join(names)}",

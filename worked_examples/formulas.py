@@ -96,15 +96,12 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
 def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=None, beta=0.0, epsilon_low=0.2,
               epsilon_high=0.2, loss_type="dapo", importance_sampling_level="token", use_bias_correction_kl=False,
               max_completion_length=None):
-    """The whole loss, and what is worth watching: shares of clipped tokens, and the KL."""
+    """The whole loss; grpo.py returns metrics beside it. A scalar, {}"""
     old_logps = (logps if old_logps is None else old_logps).detach()
     ratio = importance_ratio(logps, old_logps, completion_mask, importance_sampling_level=importance_sampling_level)
     A = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-    low, high = (ratio < 1 - epsilon_low) & (A < 0), (ratio > 1 + epsilon_high) & (A > 0)
-    shares = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
     loss = clipped_surrogate_loss(ratio, A, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     if ref_logps is not None:
-        shares["kl"] = kl_estimate(logps, ref_logps.detach()) * (ratio if use_bias_correction_kl else 1.0)
-        loss = loss + beta * shares["kl"]
-    loss = aggregate(loss, completion_mask, loss_type=loss_type, max_completion_length=max_completion_length)
-    return loss, {name: aggregate(x.double(), completion_mask, loss_type="dapo").item() for name, x in shares.items()}
+        kl = kl_estimate(logps, ref_logps.detach())
+        loss = loss + beta * (kl * ratio if use_bias_correction_kl else kl)
+    return aggregate(loss, completion_mask, loss_type=loss_type, max_completion_length=max_completion_length), {}

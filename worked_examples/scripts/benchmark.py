@@ -2,7 +2,6 @@
 
     python worked_examples/scripts/benchmark.py                    the tiny task
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
-    python worked_examples/scripts/benchmark.py --model 0.5B       random weights in the shape of Qwen2 0.5B, for CUDA
 
 The flags are grpo.py's, so that --model and --dataset may be yours. A figure is the median over the steps, and the
 range. A step is the time from reward to reward: the first sampling, which warms up, does not count. On CPU the seconds
@@ -30,19 +29,6 @@ def now():
     if ON_GPU:
         torch.cuda.synchronize()
     return time.perf_counter() if ON_GPU else time.process_time()
-
-
-def large_job():
-    """Qwen2 0.5B's shape with random weights: prompts of 128 tokens, answers that no EOS ends."""
-    def sum_of_ids(completion_ids, **kwargs):                           # costs nothing, and differs within a group
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    shape = transformers.Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with torch.device("cuda" if ON_GPU else "cpu"):
-        model = transformers.Qwen2ForCausalLM(shape).eval()
-    return model, grpo.tiny_tokenizer(), [{"prompt": "12+34=" * 21 + "1="}] * 64, [sum_of_ids]
 
 
 def run_trl(*job):
@@ -75,12 +61,8 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     flags = [word for word in sys.argv[1:] if word != "--trl"]
-    if "0.5B" in flags:
-        config, *_ = grpo.parse_options(["--dataset", "none", "--max_steps", "6", *flags])
-        job = large_job()
-    else:
-        config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
-        *job, _ = grpo.load_job(config, options)
+    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
+    *job, _ = grpo.load_job(config, options)
     measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
     if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)

@@ -3,10 +3,10 @@
     python worked_examples/scripts/look_at_a_group.py
     python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
-It takes grpo.py's flags, with --learning_rate 3e-5 where none is given. Without --model, the tiny model answers after
-its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards.
-The table: the best and the worst answer before and after one update on this group. --html: the group as a tree, before
-and after each of ten updates.
+It takes grpo.py's flags, with --learning_rate 3e-5, and for dapo --epsilon_high 0.28, where none is given. Without
+--model, the tiny model answers after its cold start, and half of the answers forget the carry; of another model it is
+the first group with unequal rewards. The table: the best and the worst answer before and after one update on this
+group. --html: the group as a tree, before and after each of ten updates.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def names_of(tokens, tokenizer):
 
 def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False):
     """All numbers of the page, as JSON has them: a group, and what 0, 1, ... updates on it alone change."""
-    config = replace(config, generation_batch_size=config.num_generations)
+    config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1)
     rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
     answers = [ids[mask != 0].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     question = rollout.prompt_ids[0]                                    # one for all rows, so without padding

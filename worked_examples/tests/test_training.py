@@ -528,7 +528,7 @@ class Elsewhere(TorchFunctionMode):
         operands = args[::2] if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else args
         here = any(isinstance(x, torch.Tensor) and x.dim() > 0 and not is_there(x)
                    for x in tree_leaves((operands, kwargs)))
-        if here and there and function is not torch.Tensor.copy_:
+        if here and there:
             raise RuntimeError(f"{function.__name__}: tensors on two devices")
         args, kwargs = tree_map_only(torch.device, lambda device: "cpu", (args, kwargs or {}))
         result = function(*args, **kwargs)
