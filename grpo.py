@@ -46,6 +46,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -123,7 +124,7 @@ def broadcast_advantages(advantages, completion_mask):
 
     Source: DeepSeekMath §4.1.2. From (B,) to (B, T), 0 at padding.
     """
-    assert advantages.shape == completion_mask.shape[:1], (
+    assert advantages.shape == completion_mask.shape[:-1], (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B,), as in the mask")
     return torch.where(completion_mask != 0, advantages.unsqueeze(1), 0)        # (B, T)
 
@@ -326,7 +327,8 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     Gotcha: on-policy, at beta 0, the "clip" loss is a weighted sum of -A, often near 0; its
     gradient is not.
     """
-    assert beta == 0 or ref_logps is not None, "ref_logps: got None; allowed with beta > 0: (B, T)"
+    assert ref_logps is not None or (beta == 0 and not use_bias_correction_kl), (
+        "ref_logps: got None; allowed with beta > 0 or use_bias_correction_kl: (B, T)")
     assert delta is None or policy_loss == "clip", (
         f"delta: got {delta}; allowed with policy_loss {policy_loss!r} is None")
     inputs = {"completion_mask": completion_mask, "old_logps": old_logps, "ref_logps": ref_logps}
@@ -413,6 +415,8 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     (B, S), T = step_rewards.shape, completion_mask.size(1)
     assert step_ends.shape == (B, S), (
         f"step_ends: got {tuple(step_ends.shape)}; allowed is ({B}, {S})")
+    assert len(completion_mask) == B, (
+        f"completion_mask: got {tuple(completion_mask.shape)}; allowed is ({B}, T)")
     outside = (step_ends < 0) | (step_ends >= T)                                # (B, S)
     assert step_rewards[outside].isnan().all(), (
         f"step_ends: got {step_ends.tolist()}; allowed is 0 ... {T - 1}")
@@ -840,7 +844,7 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
         "frac_reward_zero_std": silent.float().mean(),
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),     # share cut off
-        "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # estimated
+        "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # an estimate
     for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
         metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
     metrics = {name: None if x.isnan() else x.item() for name, x in metrics.items()}
@@ -917,20 +921,21 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 def load_dataset(path):
     """Read JSON Lines: "prompt" (a text, or messages) and further columns, those of line 1."""
     rows = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()     # no BOM
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
+        got = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
         try:
-            rows.append(json.loads(line))              # UTF-8, also with a byte order mark
+            rows.append(json.loads(line))                      # UTF-8
         except ValueError as error:
-            raise InputError(f"{where} is not JSON") from error
+            raise InputError(f"{got} is not JSON") from error
         row, first = rows[-1], rows[0]
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not prompt or not isinstance(prompt, (str, list)):
-            raise InputError(f"{where} has no prompt; allowed is a text, or messages")
+            raise InputError(f"{got} has no prompt; allowed is a text, or messages")
         if row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
-            raise InputError(f"{where} has other columns than line 1, or mixes texts and messages; "
+            raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
                              f"allowed is {list(first)}")
     if not rows:
         raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
@@ -955,7 +960,7 @@ def load_reward_func(name):
     if os.path.isfile(path):
         sys.path.append(os.path.dirname(os.path.abspath(path)))        # for what it imports
         functions[name] = runpy.run_path(path).get(function)
-    if functions.get(name) is None:
+    if not callable(functions.get(name)):
         raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
                          "FILE.py:f with a function f of a file")
     return functions[name]
@@ -1013,9 +1018,9 @@ def parse_options(argv):
         path = f"{options.resume_from_checkpoint}/trainer_state.pt"
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
+            parser.set_defaults(**saved["config"])             # what no flag sets is as it was
         except Exception as error:                             # torch.load's, of any class
-            raise InputError(f"resume_from_checkpoint: {error}") from error
-        parser.set_defaults(**saved["config"])                 # what no flag sets is as it was
+            raise InputError(f"resume_from_checkpoint: {path}: {error}") from error
     return *parser.parse_args_into_dataclasses(argv, look_for_args_file=False), saved
 
 
@@ -1033,7 +1038,8 @@ def choose_output_dir(options):
 
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
-    names, where = options.reward_funcs, ""
+    names, asks = options.reward_funcs, ""
+    place = options.resume_from_checkpoint or options.model
     reward_funcs = [load_reward_func(name) for name in names]
     if len(config.reward_weights or names) != len(names):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
@@ -1042,16 +1048,16 @@ def load_job(config, options):
             dataset, held_out = tiny_problems(config.seed)
         else:
             dataset, held_out = load_dataset(options.dataset), []
-            where = "" if os.path.isdir(options.model) else " (no folder: asking the hub)"
+            asks = "" if os.path.isdir(place) else " (no folder: asking the hub)"
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
         for row in dataset + held_out:
             absent = "solution" not in row or (row["solution"] is None and names == ["accuracy"])
             if "accuracy" in names and absent:
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
-        print(f"{options.model}{where}: {len(dataset)} problems, rewards {', '.join(names)}",
+        print(f"{options.model}{asks}: {len(dataset)} problems, rewards {', '.join(names)}",
               flush=True)
-        policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
+        policy, tokenizer = load_model(place, config.seed)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
     longest = 0
@@ -1127,4 +1133,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)         # kill stops as Ctrl-C does
     sys.exit(main(sys.argv[1:]))

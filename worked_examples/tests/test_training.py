@@ -364,6 +364,15 @@ def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_
         assert_same_run(out, data / "whole")
 
 
+def test_a_run_that_is_killed_prints_the_command_to_start_again(data):
+    """SIGTERM, as a scheduler sends it, once the run has begun"""
+    words = [sys.executable, grpo.__file__, *command(data, max_steps=10**6)]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert "12 problems" in run.stdout.readline()
+    run.terminate()
+    assert "stopped; to go on: python" in run.communicate()[0] and run.returncode == 130
+
+
 def test_a_checkpoint_goes_on_with_its_options_in_another_folder_or_beside_a_later_one(data):
     """What no flag says is as it was. Stopped before its first checkpoint in the other folder, the run goes on from the
     one elsewhere; the later one is replaced. A checkpoint is data alone, and names no file."""
@@ -384,8 +393,9 @@ def test_a_checkpoint_goes_on_with_its_options_in_another_folder_or_beside_a_lat
     again = [*run, "--resume_from_checkpoint", str(state.parent), "--learning_rate", "0.1"]
     saved = torch.load(state, weights_only=True)["config"]
     assert "output_dir" not in saved and vars(grpo.parse_options(again)[0]) == saved | dict(learning_rate=0.1)
-    torch.save(print, state)                                            # a function, not data
-    assert cli(*again).code == 2
+    for wrong in (print, {}):                                           # a function, not data; another program's
+        torch.save(wrong, state)
+        assert cli(*again).code == 2
 
 
 # §11, §12 The demo and the command line -------------------------------------------------------------------------------
@@ -455,7 +465,7 @@ any_json = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), l
 def test_any_json_text_survives_load_dataset(tmp_path_factory, rows, ascii, end, mark, blank):
     """Whatever the text: escaped or UTF-8, LF or CRLF, with or without a byte order mark and blank lines."""
     rows, path = [{"prompt": prompt, "more": more} for prompt, more in rows], tmp_path_factory.getbasetemp() / "any"
-    text = mark + end.join(json.dumps(row, ensure_ascii=ascii) + end * blank for row in rows) + end
+    text = mark + end * blank + end.join(json.dumps(row, ensure_ascii=ascii) + end * blank for row in rows) + end
     path.write_bytes(text.encode())
     assert grpo.load_dataset(path) == rows
 
@@ -476,7 +486,8 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*'prompt', 'sol"),
     ('{"prompt": "1", "a": 1}\n{"prompt": [{"role": "user", "content": "1"}], "a": 1}\n', "line 2.* mixes texts"),
     (dict(model="./nowhere"), "nowhere"), (dict(model="."), "tokenizer"), (dict(resume_from_checkpoint="."), "trainer"),
-    (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
+    (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="rewards.py:__doc__"), "got rewards.py:__doc"),
+    (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
     (dict(dataset="null.jsonl", reward_funcs="accuracy"), "got .*'solution': None.; allowed with accuracy: a solution"),
     (dict(output_dir="text.jsonl"), "text.jsonl"), (dict(loss_type="bnpo"), "--loss_type"),
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
