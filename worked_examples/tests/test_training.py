@@ -65,6 +65,8 @@ def test_each_token_is_where_its_uniform_number_falls(kind, pad):
         close(logps[i, :T], of_token.log(), atol=2e-5, rtol=0)
     (cold, *_), (greedy, *_) = sample(model, u, temperature=1e-4), sample(model, None)
     assert torch.equal(cold, greedy)
+    alone, *_ = grpo.generate(model, PROMPT_IDS, PROMPT_MASK, max_completion_length=12, eos_token_ids=[1, 2])
+    assert torch.equal(alone, greedy[::8, :alone.size(1)])              # by default one answer, and 0 is the padding
 
 
 def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0():
@@ -135,7 +137,7 @@ WORDS = ["beta", "delta", "loss_type", "policy_loss", "importance_sampling_level
 
 
 def first_two(completions, **kwargs):
-    return [0.3 * (i < 2) for i in range(len(completions))]
+    return [0.3 * (i < 2) + 0.5 * (i > 3) for i in range(len(completions))]             # the second group is silent
 
 
 def perturbed(rewards_per_func, rollout, config):
@@ -201,7 +203,7 @@ def assert_run_by_hand(**options):
 
 RUNS = [  # of two steps, or three, and of three passes, or two; each option that is not the default shows
     dict(beta=0.1, use_bias_correction_kl=True, sync_ref_model=True, ref_model_sync_steps=2, max_steps=3),
-    dict(loss_type="grpo", scale_rewards="batch", reward_weights=[2.0, -1.0], warmup_steps=1, num_mini_batches=3,
+    dict(loss_type="grpo", scale_rewards="batch", reward_weights=[0.0, 2.0], warmup_steps=1, num_mini_batches=3,
          num_iterations=2),
     dict(loss_type="dr_grpo", scale_rewards="none", policy_loss="sapo", mask_truncated_completions=True,
          num_mini_batches=4),
