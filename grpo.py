@@ -515,7 +515,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)        # (live, V)
                 drawn = uniforms[live, t, None] * cdf[:, -1:]  # (live, 1); the last is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0]
-                token = token.clamp(max=cdf.size(1) - 1)                        # (live,)
+                token = token.clamp(max=cdf.size(1) - 1)       # (live,); NaN logits give V
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
             stay = (~torch.isin(token, eos)).nonzero()[:, 0]
@@ -608,7 +608,7 @@ def option(default, text):
     return field(default=default, metadata={"help": text})
 
 
-@dataclass(frozen=True)
+@dataclass
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
     learning_rate: float = option(1e-6, "AdamW's step size, 0 or more; it falls linearly to 0")

@@ -299,8 +299,9 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
         next(steps_of(model))
     assert torch.equal(before, weight)
     model.model.embed_tokens.weight.data[9] = nan                       # a word of the second prompt
-    with pytest.raises(FloatingPointError, match="LlamaForCausalLM are not finite"):
-        sample(model, None)
+    for uniforms in (None, torch.rand(24, 12)):
+        with pytest.raises(FloatingPointError, match="LlamaForCausalLM are not finite"):
+            sample(model, uniforms)
 
 
 # §10 Rewards ----------------------------------------------------------------------------------------------------------
