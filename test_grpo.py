@@ -1225,7 +1225,7 @@ def tensors(dtype=torch.float64):
     ("broadcast_advantages", lambda t: grpo.broadcast_advantages(t.R, t.M), "X"),
     ("process_advantages", lambda t: grpo.process_advantages(t.X, t.I, t.M, 2), "X"),
     ("make_completion_mask", lambda t: grpo.make_completion_mask(t.I, 1), "I"),
-    ("selective_log_softmax", lambda t: grpo.selective_log_softmax(t.L, t.I.int()), "X"),
+    ("selective_log_softmax", lambda t: grpo.selective_log_softmax(t.L, t.I.short()), "X"),
     ("entropy_from_logits", lambda t: grpo.entropy_from_logits(t.L), "X"),
     ("importance_ratio", lambda t: grpo.importance_ratio(t.X, t.X, t.M), "X"),
     ("clip_ratio", lambda t: grpo.clip_ratio(t.R), "R"),
