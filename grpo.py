@@ -515,7 +515,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)        # (live, V)
                 drawn = uniforms[live, t, None] * cdf[:, -1:]  # (live, 1); the last is not quite 1
                 token = torch.searchsorted(cdf, drawn, right=True)[:, 0]
-                token = token.clamp(max=cdf.size(1) - 1)       # (live,); NaN logits give V
+                token = token.clamp(max=cdf.size(1) - 1)       # (live,); NaN would give V
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
             stay = (~torch.isin(token, eos)).nonzero()[:, 0]
@@ -810,7 +810,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
     sampler_difference = 0.0        # if large: a bug in positions, temperature, masks or the cache
     state.optimizer.zero_grad()
-    for start in range(0, len(rows), config.per_device_train_batch_size):       # none: no gradient
+    for start in range(0, len(rows), config.per_device_train_batch_size):    # no rows: no gradient
         part = rows[start:start + config.per_device_train_batch_size]
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
         old = logps.detach() if old_logps is None else old_logps[part]          # (part, T)
@@ -921,7 +921,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 def load_dataset(path):
     """Read JSON Lines: "prompt" (a text, or messages) and further columns, those of line 1."""
     rows = []
-    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()     # no BOM
+    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()  # without a BOM
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -1019,8 +1019,9 @@ def parse_options(argv):
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             parser.set_defaults(**saved["config"])             # what no flag sets is as it was
-        except Exception as error:                             # torch.load's, of any class
-            raise InputError(f"resume_from_checkpoint: {path}: {error}") from error
+        except Exception as error:                             # no such file, or another's
+            raise InputError(f"resume_from_checkpoint: got {path}; allowed is a file of a run's "
+                             f"checkpoint ({error})") from error
     return *parser.parse_args_into_dataclasses(argv, look_for_args_file=False), saved
 
 
@@ -1038,7 +1039,7 @@ def choose_output_dir(options):
 
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
-    names, asks = options.reward_funcs, ""
+    names, hint = options.reward_funcs, ""
     place = options.resume_from_checkpoint or options.model
     reward_funcs = [load_reward_func(name) for name in names]
     if len(config.reward_weights or names) != len(names):
@@ -1048,14 +1049,14 @@ def load_job(config, options):
             dataset, held_out = tiny_problems(config.seed)
         else:
             dataset, held_out = load_dataset(options.dataset), []
-            asks = "" if os.path.isdir(place) else " (no folder: asking the hub)"
+            hint = "" if os.path.isdir(place) else " (no folder: asking the hub)"
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
         for row in dataset + held_out:
             absent = "solution" not in row or (row["solution"] is None and names == ["accuracy"])
             if "accuracy" in names and absent:
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
-        print(f"{options.model}{asks}: {len(dataset)} problems, rewards {', '.join(names)}",
+        print(f"{options.model}{hint}: {len(dataset)} problems, rewards {', '.join(names)}",
               flush=True)
         policy, tokenizer = load_model(place, config.seed)
     except (OSError, ValueError) as error:                     # the loaders' own

@@ -178,13 +178,15 @@ def test_grpo_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_loss_can_be_pasted_with_the_maths_around_it():
-    """`import torch` and §1 to §8 are a whole file"""
+@pytest.mark.parametrize("policy_loss", ["clip", "cispo", "sapo"])
+def test_the_loss_can_be_pasted_with_the_seven_functions_that_it_calls(policy_loss):
+    """`import torch` and these are a whole file"""
+    names = "importance_ratio clip_ratio clipped_surrogate_loss cispo_loss sapo_loss kl_estimate aggregate grpo_loss"
     pasted = {}
-    exec("import torch\n" + GRPO[GRPO.index("# §1 "):GRPO.index("# §9 ")], pasted)
+    exec("\n\n\n".join(["import torch", *(inspect.getsource(vars(grpo)[name]) for name in names.split())]), pasted)
     logps = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
     job = logps, torch.tensor([1.0, -1.0]), torch.ones(2, 2)
-    options = dict(old_logps=logps - 1, ref_logps=logps + 1, beta=0.1)
+    options = dict(old_logps=logps - 1, ref_logps=logps + 1, beta=0.1, policy_loss=policy_loss)
     assert pasted["grpo_loss"](*job, **options) == grpo.grpo_loss(*job, **options)
 
 
@@ -194,5 +196,6 @@ def test_a_breakpoint_at_a_name_stops_in_the_function_and_no_local_is_a_command_
     for function in ast.walk(ast.parse(inspect.getsource(grpo))):
         if isinstance(function, ast.FunctionDef):
             names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-            names |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and "Store" in ast.dump(node)}
+            stored = [node for node in ast.walk(function) if isinstance(getattr(node, "ctx", None), ast.Store)]
+            names |= {getattr(node, "id", None) for node in stored}
             assert not (function.decorator_list or names & commands), function.name

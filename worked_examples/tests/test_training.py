@@ -489,8 +489,8 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*'prompt', 'sol"),
     ('{"prompt": "1", "a": 1}\n{"prompt": [{"role": "user", "content": "1"}], "a": 1}\n', "line 2.* mixes texts"),
     (dict(model="./nowhere"), "nowhere"), (dict(model="."), "tokenizer"), (dict(resume_from_checkpoint="."), "trainer"),
-    (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="rewards.py:__doc__"), "got rewards.py:__doc"),
-    (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
+    (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
+    (dict(reward_funcs="zeros.py:g"), "got zeros.py:g; allowed"),
     (dict(dataset="null.jsonl", reward_funcs="accuracy"), "got .*'solution': None.; allowed with accuracy: a solution"),
     (dict(output_dir="text.jsonl"), "text.jsonl"), (dict(loss_type="bnpo"), "--loss_type"),
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
@@ -507,7 +507,7 @@ BAD = [  # flags or lines of the dataset, what the one line must say
 def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
     """The line says what is wrong; no file is written, and no folder made."""
     monkeypatch.chdir(data)
-    (data / "zeros.py").write_text("f = lambda completions, **columns: [0]")
+    (data / "zeros.py").write_text("g, f = 5, lambda completions, **columns: [0]")
     (data / "null.jsonl").write_text('{"prompt": "1", "solution": null}')
     if isinstance(given, str):
         (data / "bad.jsonl").write_bytes(given.encode(errors="surrogateescape"))
