@@ -930,13 +930,12 @@ def load_dataset(path):
             rows.append(json.loads(line))                      # UTF-8
         except ValueError as error:
             raise InputError(f"{got} is not JSON") from error
-        row, first = rows[-1], rows[0]
+        row = rows[-1]
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not prompt or not isinstance(prompt, (str, list)):
             raise InputError(f"{got} has no prompt; allowed is a text, or messages")
-        if row.keys() != first.keys() or type(prompt) is not type(first["prompt"]):
-            raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
-                             f"allowed is {list(first)}")
+        if row.keys() != rows[0].keys():
+            raise InputError(f"{got} has other columns than line 1; allowed is {list(rows[0])}")
     if not rows:
         raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
@@ -947,6 +946,8 @@ def load_model(name, seed=0):
     if name == "tiny":
         return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    if not os.path.isdir(name):
+        print(name, "is not a folder here: asking the hub", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1039,8 +1040,7 @@ def choose_output_dir(options):
 
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
-    names, hint = options.reward_funcs, ""
-    place = options.resume_from_checkpoint or options.model
+    names = options.reward_funcs
     reward_funcs = [load_reward_func(name) for name in names]
     if len(config.reward_weights or names) != len(names):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
@@ -1049,25 +1049,18 @@ def load_job(config, options):
             dataset, held_out = tiny_problems(config.seed)
         else:
             dataset, held_out = load_dataset(options.dataset), []
-            hint = "" if os.path.isdir(place) else " (no folder: asking the hub)"
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
         for row in dataset + held_out:
             absent = "solution" not in row or (row["solution"] is None and names == ["accuracy"])
             if "accuracy" in names and absent:
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
-        print(f"{options.model}{hint}: {len(dataset)} problems, rewards {', '.join(names)}",
-              flush=True)
-        policy, tokenizer = load_model(place, config.seed)
+        print(f"{options.model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
+        policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
+        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
+                      for row in dataset + held_out)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
-    longest = 0
-    for row in dataset + held_out:
-        try:
-            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")
-        except Exception as error:                             # the tokenizer's, of any class
-            raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
-        longest = max(longest, ids.size(1))
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "

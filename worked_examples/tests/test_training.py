@@ -486,8 +486,7 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     ("\n\n", "an empty file"), ('{"prompt": "1"}\n', "solution"),
     ('{"prompt": "1"}\n\n{oops\n', "line 3: got {oops; it is not JSON"), ('"\udcff"\n', "line 1: .* is not JSON"),
     ("[1]\n", r"line 1: got \[1\]; it has no prompt"), ('{"prompt": "", "solution": "1"}', "line 1: .* has no prompt"),
-    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1, .*'prompt', 'sol"),
-    ('{"prompt": "1", "a": 1}\n{"prompt": [{"role": "user", "content": "1"}], "a": 1}\n', "line 2.* mixes texts"),
+    ('{"prompt": "1", "solution": "1"}\n{"prompt": "1"}\n', r"line 2: .* other columns than line 1; .*'prompt', 'sol"),
     (dict(model="./nowhere"), "nowhere"), (dict(model="."), "tokenizer"), (dict(resume_from_checkpoint="."), "trainer"),
     (dict(reward_funcs="rewards.py:absent"), "absent"), (dict(reward_funcs="zeros.py:f"), "returned 1 reward"),
     (dict(reward_funcs="zeros.py:g"), "got zeros.py:g; allowed"),
@@ -516,7 +515,7 @@ def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
     before, done = sorted(data.rglob("*")), cli(*command(data, **usual | given))
     assert done.code == 2 and re.fullmatch(f"grpo.py: error: .*{said}.*\n", done.err), done
     assert "stopped" not in done.out
-    assert ("(no folder: asking the hub)" in done.out) == ("./nowhere" in given.values())   # it may take a minute
+    assert ("asking the hub" in done.out) == ("./nowhere" in given.values())                # it may take a minute
     assert sorted(data.rglob("*")) == before
 
 
