@@ -2,8 +2,7 @@
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
 gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
-§1-§7 lead from rewards to the loss, §8 has variants, §9 samples, §10 is Algorithm 1, §11 the
-demo's task, §12 the command line.
+§1-§7 lead from rewards to the loss; §8 has variants, §9 sampling, §10 Algorithm 1, §11 a demo.
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl
@@ -27,15 +26,12 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on
-each batch. With one update ρ = 1 and nothing clips. The value of the loss is then Σ -w·A, with w a
-token's weight, and says little; its gradient is Σ -w·A·∇log π: the policy learns. The paper's own
-loss is --loss_type grpo --beta 0.04.
+each batch, so that ρ = 1 and nothing clips. The paper's own loss: --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
 what a function with a mask finds at padding, even NaN, reaches neither its result nor its gradient.
 A shape that would be wrong in silence, or an unknown word, is an error that names the argument,
-what came and what is allowed. Left out on purpose: inference servers, LoRA, images, tools, value
-networks, more than one GPU, and top-k or top-p sampling, which changes the log-probs.
+what came and what is allowed. Top-k and top-p sampling are left out: they change the log-probs.
 """
 
 import copy
@@ -63,13 +59,11 @@ from tqdm import tqdm
 def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over those that did not abstain.
 
-    Args: rewards_per_func (B, F), NaN where a function returned None; reward_weights (F,), None: 1
-    each. Source: TRL's GRPOTrainer (weighted nansum).
-    Returns: (B,); an error names the rows in which all functions abstained.
+    Args: rewards_per_func (B, F), NaN where a function abstained; reward_weights (F,), None: all 1.
+    Returns: (B,); an error names the rows in which all abstained. Source: TRL's GRPOTrainer.
     """
     unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
-    assert not unscored, (
-        f"rewards_per_func: got no reward in rows {unscored}; allowed is one or more in each")
+    assert not unscored, f"rewards_per_func: got none in rows {unscored}; allowed is one or more"
     rewards = rewards_per_func * 1.0                           # (B, F); integers become floats
     if reward_weights is not None:
         weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
@@ -157,8 +151,7 @@ def selective_log_softmax(logits, index):
 def entropy_from_logits(logits):
     """Measure how open the choice of the next token is, in nats: H = -Σ_v p_v·log p_v.
 
-    p = softmax(logits). Source: Shannon 1948. From (B, T, V) to (B, T). A logit of -inf rules a
-    token out.
+    p = softmax(logits); a logit of -inf adds 0. Source: Shannon 1948. From (B, T, V) to (B, T).
     """
     logps = logits.log_softmax(-1)                                              # (B, T, V)
     return -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0)).sum(-1)   # 0·log 0 = 0
@@ -169,10 +162,9 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     """Score completions with a Hugging Face causal LM: log π(o_t | q, o_<t) at every real token.
 
     log π = log softmax(logits / temperature)[o_t]: the temperature must be the sampler's.
-    Source: TRL's _get_per_token_logps_and_entropies. One pass: no cache, logits_to_keep = T + 1.
     Args: prompt_ids, prompt_mask (B, L), left-padded; completion_* (B, T), right-padded.
-    Returns: logps (B, T), float32 or wider, 0 at padding; entropies likewise, without gradient, or
-    None.
+    Returns: logps, and entropies without gradient or None: (B, T), float32 or wider, 0 at padding.
+    Source: TRL's _get_per_token_logps_and_entropies.
     """
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     padding = completion_mask == 0                                              # (B, T)
@@ -185,8 +177,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])          # (B, T)
-    logps = logps.masked_fill(padding, 0)
+    logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):]).masked_fill(padding, 0)
     if not compute_entropy:
         return logps, None
     return logps, entropy_from_logits(logits.detach()).masked_fill(padding, 0)
@@ -198,22 +189,20 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     """Measure how much more likely the sampled tokens have become since π_old.
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); ∇ρ is ρ·∇log π_θ.
-    "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ.
-    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
-    Returns: (B, T), 1 at padding; or (B, 1).
+    "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ: (B, 1).
+    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding.
     """
     mask = completion_mask != 0
     assert old_logps.shape == mask.shape == logps.shape, (
         f"old_logps, completion_mask: got {tuple(old_logps.shape)}, {tuple(mask.shape)}; "
         f"allowed is {tuple(logps.shape)}")
     log_ratio = torch.where(mask, logps - old_logps, 0)                         # (B, T)
-    if importance_sampling_level == "token":
-        return log_ratio.exp()                                                  # (B, T)
     if importance_sampling_level == "sequence":
-        lengths = mask.sum(1, keepdim=True).clamp(min=1)                        # (B, 1)
-        return (log_ratio.sum(1, keepdim=True) / lengths).exp()                 # (B, 1)
-    raise ValueError(f"importance_sampling_level: got {importance_sampling_level!r}; "
-                     "allowed is 'token' or 'sequence'")
+        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    elif importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level: got {importance_sampling_level!r}; "
+                         "allowed is 'token' or 'sequence'")
+    return log_ratio.exp()                                                      # (B, T) or (B, 1)
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
@@ -256,8 +245,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
         k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
-    Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; gradients:
-    arXiv:2506.09477.
+    Source: DeepSeekMath eq. 4; Schulman 2020, "Approximating KL divergence"; arXiv:2506.09477.
     """
     assert logps.shape == ref_logps.shape, (
         f"ref_logps: got {tuple(ref_logps.shape)}; allowed is {tuple(logps.shape)}")
@@ -280,23 +268,22 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
     "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max): long answers pull more
-    "dapo":    Σ l·m / N                   a token weighs 1/N, N the tokens of the whole update
+    "dapo":    Σ l·m / N                   a token weighs 1/N, N the tokens of the update
     If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N
     (num_items_in_batch): the losses of the parts then add up to the loss of the whole. "bnpo"
     ignores both, so the command line has no bnpo.
-    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3 (N of
-    a group). Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens adds
-    0, and counts in B.
+    Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens counts in B.
+    Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3,
+    where N is a group's.
     """
     mask = completion_mask != 0
     assert per_token_loss.shape in (mask.shape, (len(mask), 1)), (
         f"per_token_loss: got {tuple(per_token_loss.shape)}; allowed is (B, T) or (B, 1)")
     per_token_loss = torch.where(mask, per_token_loss, 0)                       # (B, T)
-    lengths = mask.sum(1)                                                       # (B,)
-    num_tokens = lengths.sum().clamp(min=1)                    # without a token: 0, not 0/0
+    num_tokens = mask.sum().clamp(min=1)                       # without a token: 0, not 0/0
     num_rows = num_rows_in_batch or max(len(mask), 1)
     if loss_type == "grpo":
-        return (per_token_loss.sum(1) / lengths.clamp(min=1)).sum() / num_rows
+        return (per_token_loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / num_rows
     if loss_type == "bnpo":
         return per_token_loss.sum() / num_tokens
     if loss_type == "dapo":
@@ -315,38 +302,33 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
               max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None):
     """Compute the GRPO loss from the functions above: loss = aggregate(l(ρ, A) + β·KL).
 
-    Source: DeepSeekMath eq. 3; the order of the terms and the names of the metrics are TRL's.
+    Source: DeepSeekMath eq. 3; the names of the metrics are TRL's.
     Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0):
         constants. policy_loss: which l, clip, cispo or sapo. epsilon_high: None is epsilon_low, or
-        5.0 with cispo, where it caps ρ. delta: with clip. use_bias_correction_kl: ρ·KL
-        (arXiv:2512.02556) replaces KL; at sequence level s_i·KL.
+        5.0 with cispo, where it caps ρ. use_bias_correction_kl: ρ·KL (arXiv:2512.02556), not KL.
     Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below
         the range, A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean
         (both); kl, its mean. They divide by num_items_in_batch, or by this mask's tokens without
         it: the metrics of parts add up.
-    Gotcha: on-policy, at beta 0, the "clip" loss is a weighted sum of -A, often near 0; its
-    gradient is not.
+    Gotcha: on-policy, at beta 0, the "clip" loss is Σ -w·A, often near 0, w a token's weight in
+    aggregate; its gradient is Σ -w·A·∇log π, and the policy learns.
     """
     assert ref_logps is not None or (beta == 0 and not use_bias_correction_kl), (
         "ref_logps: got None; allowed with beta > 0 or use_bias_correction_kl: (B, T)")
     assert delta is None or policy_loss == "clip", (
         f"delta: got {delta}; allowed with policy_loss {policy_loss!r} is None")
-    inputs = {"completion_mask": completion_mask, "old_logps": old_logps, "ref_logps": ref_logps}
-    for name, x in inputs.items():
-        assert x is None or x.shape == logps.shape, (
-            f"{name}: got {tuple(x.shape)}; allowed is {tuple(logps.shape)}")
     assert advantages.shape in (logps.shape, logps.shape[:1]), (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B,) or (B, T), as logps")
     if old_logps is None:
-        old_logps = logps.detach()        # ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
-    # Padding is emptied first: a NaN that is multiplied by 0 later would reach the gradient.
+        old_logps = logps                 # ρ = exp(logps - logps.detach()) is 1, but ∇ρ is ∇log π
     mask = completion_mask != 0
+    ratio = importance_ratio(
+        logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
+    # Padding is emptied before it is used: a NaN times 0 would reach the gradient.
     logps = torch.where(mask, logps, 0)                                         # (B, T)
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)                                    # (B, 1)
     advantages = torch.where(mask, advantages, 0)                               # (B, T)
-    ratio = importance_ratio(
-        logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
     lower, upper = 0.0, torch.inf                              # outside, ρ counts as clipped
     if policy_loss == "clip":
         epsilon_high = epsilon_low if epsilon_high is None else epsilon_high
@@ -366,7 +348,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
                "clip_ratio/region_mean": low + high}
     if ref_logps is not None:
-        kl = kl_estimate(logps, torch.where(mask, ref_logps.detach(), 0))       # (B, T)
+        kl = torch.where(mask, kl_estimate(logps, ref_logps.detach()), 0)       # (B, T)
         kl = kl * ratio if use_bias_correction_kl else kl
         metrics["kl"] = kl.sum().item() / num_tokens
     if beta != 0:
@@ -407,16 +389,14 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
                        eps=1e-4):
     """Give each token credit for every reasoning step that ends at or after it.
 
-    A_{i,t} = Σ_{j: end(i,j) >= t} z_{i,j},  z = (r - mean) / (std + eps) over all steps of a
-    group's answers. Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of
-    each step's last token. Source: DeepSeekMath §4.1.3 (process supervision).
-    Returns: (B, T), 0 at padding and where a group's step rewards are all equal.
+    A_{i,t} = Σ_{j: end(i,j) >= t} z_{i,j},  z = (r - mean) / (std + eps) over a group's steps.
+    Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of its last token.
+    Returns: (B, T), 0 where all steps of a group have the same reward. Source: DeepSeekMath §4.1.3.
     """
     (B, S), T = step_rewards.shape, completion_mask.size(1)
-    assert step_ends.shape == (B, S), (
-        f"step_ends: got {tuple(step_ends.shape)}; allowed is ({B}, {S})")
-    assert len(completion_mask) == B, (
-        f"completion_mask: got {tuple(completion_mask.shape)}; allowed is ({B}, T)")
+    assert step_ends.shape == (B, S) and len(completion_mask) == B, (
+        f"step_ends, completion_mask: got {tuple(step_ends.shape)}, "
+        f"{tuple(completion_mask.shape)}; allowed is ({B}, {S}), ({B}, T)")
     outside = (step_ends < 0) | (step_ends >= T)                                # (B, S)
     assert step_rewards[outside].isnan().all(), (
         f"step_ends: got {step_ends.tolist()}; allowed is 0 ... {T - 1}")
@@ -448,12 +428,11 @@ def accuracy_reward(completions, solution, **kwargs):
     not seen. Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Numbers, formulas:
     worked_examples/scripts/math_reward.py.
     """
-    answers = [text_of(completion).rpartition("</think>")[2] for completion in completions]
-    boxed = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
     rewards = []
-    for answer, text in zip(answers, solution, strict=True):
+    for completion, text in zip(completions, solution, strict=True):
         wanted = "" if text is None else str(text).strip()
-        boxes = re.findall(boxed, answer) or [answer]
+        answer = text_of(completion).rpartition("</think>")[2]
+        boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer]
         rewards.append(float(boxes[-1].strip() == wanted) if wanted else None)
     return rewards
 
@@ -483,7 +462,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     """Sample G completions for each prompt, and record each token's log-prob.
 
     o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token
-    has a uniform number u_t of its own, so other rows change it by rounding alone. No top_k, top_p.
+    has a uniform number u_t of its own, so other rows change it by rounding alone.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded.
         eos_token_ids: one or several. uniforms: (P·G, T_max) in [0, 1), or None to take the
         likeliest token (greedy).
@@ -1057,10 +1036,15 @@ def load_job(config, options):
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
         print(f"{options.model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
         policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-        longest = max(encode_prompts(tokenizer, [row["prompt"]], "cpu")[0].size(1)
-                      for row in dataset + held_out)
     except (OSError, ValueError) as error:                     # the loaders' own
         raise InputError(error) from error
+    longest = 0
+    for row in dataset + held_out:
+        try:
+            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")
+        except Exception as error:                             # the tokenizer's, of any class
+            raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
+        longest = max(longest, ids.size(1))
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
