@@ -45,7 +45,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -471,9 +471,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
     mask = (prompt_mask != 0).long()                           # (P, L); grows with the cache
-    B = len(mask) * num_generations
-    live = torch.arange(B, device=mask.device)                 # (B,), rows that have not ended
-    completion_ids = mask.new_full((B, max_completion_length), pad_token_id)    # (B, T_max)
+    live = torch.arange(len(mask) * num_generations, device=mask.device)    # (B,), not ended yet
+    completion_ids = mask.new_full((len(live), max_completion_length), pad_token_id)  # (B, T_max)
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
     new_ids, cache = prompt_ids * mask, None                   # new_ids: not in the cache yet
@@ -631,11 +630,10 @@ class GRPOConfig:
             "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
             "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
         for name, entry in self.__dataclass_fields__.items():
-            value, right = getattr(self, name), allowed.get(name, True)
-            if isinstance(value, (int, float)):
-                least = 1 if entry.type is int and name not in ("warmup_steps", "seed") else 0
-                right = right and least <= value < math.inf
-            if not right:
+            value = getattr(self, name)
+            least = 1 if entry.type is int and name not in ("warmup_steps", "seed") else 0
+            in_range = not isinstance(value, int | float) or least <= value < math.inf
+            if not (in_range and allowed.get(name, True)):
                 raise InputError(f"{name}: got {value!r}; allowed: {entry.metadata['help']}")
 
 
@@ -725,14 +723,13 @@ def compute_rewards(reward_funcs, rollout):
     rewards_per_func = []
     for function in reward_funcs:
         returned = function(**copy.deepcopy(columns))          # what a function changes is its own
-        rewards, wrong = [], []
+        rewards = wrong = []
         try:
-            rewards = list(returned)
+            rewards = wrong = list(returned)                   # TypeError: it is a number
             wrong = [x for x in rewards if x is not None and not math.isfinite(x)]
-            right = len(rewards) == B and not wrong
-        except (TypeError, ValueError, OverflowError):         # a number, strings, a matrix
-            right = False
-        if not right:
+        except (TypeError, ValueError, OverflowError):         # strings, a matrix: all are wrong
+            pass
+        if wrong or len(rewards) != B:
             count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
             raise InputError(f"reward_funcs: {function.__name__} returned {count}"
                              f"{wrong or returned!r:.60}; allowed are {B}, each a finite number or "
@@ -906,12 +903,12 @@ def load_dataset(path):
             continue
         got = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
         try:
-            rows.append(json.loads(line))                      # UTF-8
+            row = json.loads(line)                             # UTF-8
         except ValueError as error:
             raise InputError(f"{got} is not JSON") from error
-        row = rows[-1]
+        rows.append(row)
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not prompt or not isinstance(prompt, (str, list)):
+        if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{got} has no prompt; allowed is a text, or messages")
         if row.keys() != rows[0].keys():
             raise InputError(f"{got} has other columns than line 1; allowed is {list(rows[0])}")
@@ -938,7 +935,7 @@ def load_reward_func(name):
     functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
     if os.path.isfile(path):
-        sys.path.append(os.path.dirname(os.path.abspath(path)))        # for what it imports
+        sys.path.append(os.path.dirname(path))                 # for what it imports
         functions[name] = runpy.run_path(path).get(function)
     if not callable(functions.get(name)):
         raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
@@ -948,10 +945,10 @@ def load_reward_func(name):
 
 def save_checkpoint(policy, tokenizer, state, config, folder):
     """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
-    target = Path(folder, f"checkpoint-{state.step}")
+    target = folder / f"checkpoint-{state.step}"
     policy.save_pretrained(f"{target}.new")
     tokenizer.save_pretrained(f"{target}.new")
-    saved = {"step": state.step, "config": asdict(config),
+    saved = {"step": state.step, "config": vars(config),
              "optimizer": state.optimizer.state_dict(),
              "reference": state.reference and state.reference.state_dict()}
     torch.save(saved, f"{target}.new/trainer_state.pt")
@@ -963,7 +960,7 @@ def save_checkpoint(policy, tokenizer, state, config, folder):
 
 def checkpoints_in(folder):
     """The folders named checkpoint-STEP: not one that is unfinished, nor a copy of the user's."""
-    return [path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdigit()]
+    return [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
 
 
 def load_checkpoint(state, saved):
@@ -1009,8 +1006,10 @@ def choose_output_dir(options):
     """A folder without a checkpoint, or the one of the checkpoint from which the run continues."""
     checkpoint = options.resume_from_checkpoint
     home = checkpoint and Path(checkpoint).resolve().parent
-    names = ["grpo-output", *(f"grpo-output-{i}" for i in range(2, 10**4))]
-    free = next(name for name in names if not os.path.exists(name))
+    free, number = "grpo-output", 1
+    while os.path.exists(free):
+        number += 1
+        free = f"grpo-output-{number}"
     folder = Path(options.output_dir or home or free)
     if folder.is_file() or (checkpoints_in(folder) and folder.resolve() != home):
         raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
@@ -1030,9 +1029,8 @@ def load_job(config, options):
             dataset, held_out = load_dataset(options.dataset), []
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
-        for row in dataset + held_out:
-            absent = "solution" not in row or (row["solution"] is None and names == ["accuracy"])
-            if "accuracy" in names and absent:
+        for row in dataset + held_out if "accuracy" in names else []:
+            if "solution" not in row or (row["solution"] is None and names == ["accuracy"]):
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
         print(f"{options.model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
         policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
@@ -1070,11 +1068,11 @@ def run(config, options, saved, argv):
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-        bar = tqdm(steps, "GRPO", initial=state.step, total=config.max_steps, disable=None)
-        for _, _, metrics in bar:
+        for _, _, metrics in tqdm(
+                steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
             log += json.dumps(metrics, allow_nan=False) + "\n"
             folder.mkdir(parents=True, exist_ok=True)
-            Path(folder, "metrics.jsonl").write_text(log)
+            (folder / "metrics.jsonl").write_text(log)
             if state.step % math.ceil(config.max_steps / 10) == 0:
                 tqdm.write("  step {step}: reward {reward:.2f}, entropy {entropy:.2f}, clip_ratio "
                            "{clip_ratio/region_mean:.1%}".format_map(metrics))
