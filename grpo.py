@@ -172,7 +172,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     assert not holes.any(), "completion_mask: got a row with a hole; allowed is ones, then zeros"
     mask = torch.cat([prompt_mask != 0, ~padding], 1).long()                    # (B, L+T)
     ids = torch.cat([prompt_ids, completion_ids], 1) * mask    # 0 at padding
-    positions = (mask.cumsum(1) - 1).clamp(min=0)              # 0 is each row's first real token
+    positions = mask.cumsum(1) - mask                          # how many real tokens come before
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
@@ -478,7 +478,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     new_ids, cache = prompt_ids * mask, None                   # new_ids: not in the cache yet
     with torch.no_grad():
         for t in range(max_completion_length):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new_ids.size(1):]
+            positions = (mask.cumsum(1) - mask)[:, -new_ids.size(1):]
             output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions,
                            past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = output.logits[:, -1].to(dtype) / temperature               # (live, V)
@@ -512,19 +512,13 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
 def encode_prompts(tokenizer, prompts, device):
     """Tokenize strings, or messages by the chat template: ids, mask (P, L), padded on the left."""
-    is_chat = not isinstance(prompts[0], str)
-    if is_chat:
+    is_text = isinstance(prompts[0], str)
+    if not is_text:
         prompts = tokenizer.apply_chat_template(
             prompts, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt",
-                       add_special_tokens=not is_chat).to(device)
-    return inputs["input_ids"], inputs["attention_mask"]
-
-
-def all_eos_token_ids(model, tokenizer):
-    """All ids that end a completion: the tokenizer's and those of the generation config."""
-    more = numpy.atleast_1d(model.generation_config.eos_token_id)       # a list, a number or None
-    return sorted({tokenizer.eos_token_id, *more} - {None})
+                       add_special_tokens=is_text).to(device)
+    return inputs.input_ids, inputs.attention_mask
 
 
 class Rollout(NamedTuple):
@@ -542,14 +536,14 @@ class Rollout(NamedTuple):
 
 def sample_rollout(policy, tokenizer, examples, config, rng=None):
     """Algorithm 1, line 7: sample G answers to each prompt; without a generator one, greedily."""
-    device, G, uniforms = policy.device, 1, None
-    if rng is not None:
-        G = config.num_generations
-        uniforms = rng.random((len(examples) * G, config.max_completion_length))
-        uniforms = torch.tensor(uniforms, device=device)                        # (B, T_max)
+    device = policy.device
+    G = config.num_generations if rng else 1
+    shape = len(examples) * G, config.max_completion_length
+    uniforms = torch.tensor(rng.random(shape), device=device) if rng else None  # (B, T_max)
     prompts = [example["prompt"] for example in examples]
     prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)        # (P, L)
-    eos = torch.tensor(all_eos_token_ids(policy, tokenizer), device=device)
+    more = numpy.atleast_1d(policy.generation_config.eos_token_id)      # a list, a number or None
+    eos = torch.tensor([*{tokenizer.eos_token_id, *more} - {None}], device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         completion_ids, completion_mask, sampler_logps = generate(
             policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
@@ -639,12 +633,9 @@ class GRPOConfig:
 
 def loss_options(config):
     """The arguments of grpo_loss that a config sets."""
-    return dict(
-        beta=config.beta, use_bias_correction_kl=config.use_bias_correction_kl,
-        epsilon_low=config.epsilon, epsilon_high=config.epsilon_high, delta=config.delta,
-        policy_loss=config.policy_loss, loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        max_completion_length=config.max_completion_length)
+    names = ["beta", "use_bias_correction_kl", "epsilon_high", "delta", "policy_loss", "loss_type",
+             "importance_sampling_level", "max_completion_length"]
+    return {"epsilon_low": config.epsilon, **{name: getattr(config, name) for name in names}}
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
@@ -741,11 +732,10 @@ def compute_rewards(reward_funcs, rollout):
 def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T)."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-        logps, _ = per_token_logps(
+        return per_token_logps(
             model, rollout.prompt_ids[rows], rollout.prompt_mask[rows],
             rollout.completion_ids[rows], rollout.completion_mask[rows],
-            temperature=config.temperature)
-    return logps
+            temperature=config.temperature)[0]
 
 
 def score_rollout(model, rollout, config):
@@ -760,7 +750,7 @@ def mini_batches(config, rng):
     for _ in range(config.num_iterations):
         order = rng.permutation(config.generation_batch_size)
         for rows in numpy.array_split(order, config.num_mini_batches):
-            yield torch.tensor(numpy.sort(rows))               # in the order of the batch
+            yield torch.tensor(sorted(rows))                   # in the order of the batch
 
 
 def learning_rate(config, step):
@@ -778,22 +768,22 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     no weight moves.
     """
     mask = rollout.loss_mask                                                    # (B, T)
-    counts = dict(num_items_in_batch=mask[rows].sum().item(), num_rows_in_batch=len(rows))
+    num_tokens = mask[rows].sum().item()
     has_advantage = advantages.reshape(len(mask), -1).any(1)                    # (B,)
     learns = mask.any(1) & (has_advantage | (config.beta > 0))                  # (B,)
-    rows = rows[learns[rows].cpu()]
+    learning = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
     sampler_difference = 0.0        # if large: a bug in positions, temperature, masks or the cache
     state.optimizer.zero_grad()
-    for start in range(0, len(rows), config.per_device_train_batch_size):    # no rows: no gradient
-        part = rows[start:start + config.per_device_train_batch_size]
+    parts = learning.split(config.per_device_train_batch_size) if len(learning) > 0 else []
+    for part in parts:
         logps = score_rows(policy, rollout, part, config)                       # (part, T)
         old = logps.detach() if old_logps is None else old_logps[part]          # (part, T)
         loss, part_metrics = grpo_loss(
             logps, advantages[part], mask[part], old_logps=old,
             ref_logps=None if ref_logps is None else ref_logps[part],
-            **counts, **loss_options(config))
+            num_items_in_batch=num_tokens, num_rows_in_batch=len(rows), **loss_options(config))
         loss.backward()
         for name, value in {"loss": loss.item(), **part_metrics}.items():
             metrics[name] += value
