@@ -1125,7 +1125,7 @@ def test_accuracy_reward_wants_a_solution_for_each_answer():
     beyond_text("<Think>1</Think>2", 0), beyond_text(" <think>1</think>2", 0),
     beyond_text("<think>1</think> \n", 0), beyond_text("<think>1<think>2</think>3", 0),
     beyond_text("<think>1</think>2</think>3", 0), beyond_text("</think><think>1", 0),
-    beyond_text("<think>1</think>2<think>", 0)], ids=str)
+    beyond_text("<think>1</think>2<think>", 0), beyond_text("<think>1</think>2<think>3</think>4", 0)], ids=str)
 def test_think_format_reward_matches_the_worked_answers(answer, want):
     """r = 1 for one <think>...</think>, from the first character on, then an answer; else 0"""
     expect(none_as_nan(grpo.think_format_reward([answer])), [want])
