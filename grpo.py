@@ -2,7 +2,7 @@
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
 gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
-§1-§7 lead from rewards to the loss; §8 has variants, §9 sampling, §10 Algorithm 1, §11 a demo.
+§1-§7 lead from rewards to the loss. §8: variants, reward functions. §10: Algorithm 1. §11: a demo.
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl
@@ -25,12 +25,13 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     ε_low, ε_high  epsilon_low, _high              clip range 1 - ε_low ... 1 + ε_high
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
-The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0, one update on
-each batch, so that ρ = 1 and nothing clips. The paper's own loss: --loss_type grpo --beta 0.04.
+The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
+on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). The paper's own loss is
+--loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
 what a function with a mask finds at padding, even NaN, reaches neither its result nor its gradient.
-A shape that would be wrong in silence, or an unknown word, is an error that names the argument,
+Most shapes that would be wrong in silence, and unknown words, are errors that name the argument,
 what came and what is allowed. Top-k and top-p sampling are left out: they change the log-probs.
 """
 
@@ -60,7 +61,7 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over those that did not abstain.
 
     Args: rewards_per_func (B, F), NaN where a function abstained; reward_weights (F,), None: all 1.
-    Returns: (B,); an error names the rows in which all abstained. Source: TRL's GRPOTrainer.
+    Source: TRL's GRPOTrainer. Returns: (B,); an error names the rows in which all abstained.
     """
     unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
     assert not unscored, f"rewards_per_func: got none in rows {unscored}; allowed is one or more"
@@ -85,7 +86,7 @@ def group_stats(rewards, num_generations, *, correction=1):
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed: > {correction}, divides {len(rewards)}")
     groups = (rewards * 1.0).reshape(-1, num_generations)      # (P, G); integers become floats
-    silent = groups.amax(1) == groups.amin(1)                  # rounding: mean(8 × 0.1) is not 0.1
+    silent = groups.amax(1) == groups.amin(1)                  # float32: mean(8 × 0.1) is not 0.1
     mean = torch.where(silent, groups[:, 0], groups.mean(1))                    # (P,)
     std = torch.where(silent, 0, groups.std(1, correction=correction))          # (P,)
     return mean, std
@@ -130,11 +131,11 @@ def make_completion_mask(completion_ids, eos_token_ids):
 
     The first EOS counts as real; without it the choice to stop has no gradient of its own.
     Args: completion_ids (B, T); eos_token_ids: an id, a list or a tensor. Returns: (B, T), int64.
-    Source: TRL's GRPOTrainer. Gotcha: the pad id plays no part; it is often the EOS id itself.
+    Source: TRL's GRPOTrainer. Gotcha: a pad id that no EOS precedes counts as real.
     """
     eos = torch.as_tensor(eos_token_ids, device=completion_ids.device)
     is_eos = torch.isin(completion_ids, eos).long()                             # (B, T)
-    return (is_eos.cumsum(1) - is_eos == 0).long()             # no EOS before t
+    return (is_eos.cumsum(1) - is_eos == 0).long()
 
 
 def selective_log_softmax(logits, index):
@@ -189,8 +190,9 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     """Measure how much more likely the sampled tokens have become since π_old.
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); ∇ρ is ρ·∇log π_θ.
-    "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ: (B, 1).
-    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7. Returns: (B, T), 1 at padding.
+    "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ.
+    Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
+    Returns: (B, T), 1 at padding; "sequence": (B, 1).
     """
     mask = completion_mask != 0
     assert old_logps.shape == mask.shape == logps.shape, (
@@ -221,8 +223,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
         A > 0    -A·∇ρ             -A·∇ρ                0, clipped
         A < 0    0, clipped        -A·∇ρ                -A·∇ρ
-    It is 0 where the token has already moved far enough in the direction of A. It is full where the
-    token has moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high,
+    It is 0 once the token has moved far enough in the direction of A. It is full if the token has
+    moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high,
     l has no bound; delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient
     0 beyond δ. Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291).
     Args: each (B, T) or (B, 1).
@@ -255,7 +257,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     if estimator == "k2":
         return k1.square() / 2
     if estimator == "k3":
-        return torch.expm1(-k1) + k1                           # exp(x) - 1, exact for small x
+        return torch.expm1(-k1) + k1                           # expm1(x): exp(x) - 1
     raise ValueError(f"estimator: got {estimator!r}; allowed is 'k1', 'k2' or 'k3'")
 
 
@@ -263,13 +265,13 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
 
 def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_length=None,
               num_items_in_batch=None, num_rows_in_batch=None):
-    """Add up the token losses, each divided by a number; only this denominator differs.
+    """Add up the token losses; loss_type sets what each is divided by.
 
     "grpo":    1/B·Σ_i (Σ_t l·m / Σ_t m)   a token weighs 1/(B·|o_i|): less in a long answer
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
-    "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max): long answers pull more
+    "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max), as much in any answer
     "dapo":    Σ l·m / N                   a token weighs 1/N, N the tokens of the update
-    If a batch is split, give each part the whole batch's B (num_rows_in_batch) and N
+    If the rows of an update are split, give each part their number B (num_rows_in_batch) and N
     (num_items_in_batch): the losses of the parts then add up to the loss of the whole. "bnpo"
     ignores both, so the command line has no bnpo.
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens counts in B.
@@ -303,13 +305,13 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     """Compute the GRPO loss from the functions above: loss = aggregate(l(ρ, A) + β·KL).
 
     Source: DeepSeekMath eq. 3; the names of the metrics are TRL's.
-    Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps (for beta > 0):
+    Args: advantages (B,) or (B, T). old_logps (None while on-policy), ref_logps:
         constants. policy_loss: which l, clip, cispo or sapo. epsilon_high: None is epsilon_low, or
         5.0 with cispo, where it caps ρ. use_bias_correction_kl: ρ·KL (arXiv:2512.02556), not KL.
-    Returns: the loss; metrics, floats: the shares of tokens clipped, clip_ratio/low_mean (ρ below
-        the range, A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0), /region_mean
-        (both); kl, its mean. They divide by num_items_in_batch, or by this mask's tokens without
-        it: the metrics of parts add up.
+    Returns: the loss; metrics, floats: the shares of tokens that are clipped, clip_ratio/low_mean
+        (ρ below the range, A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0) and
+        /region_mean (both); kl, the mean of the KL term. Divided by num_items_in_batch, if given,
+        they add up over parts.
     Gotcha: on-policy, at beta 0, the "clip" loss is Σ -w·A, often near 0, w a token's weight in
     aggregate; its gradient is Σ -w·A·∇log π, and the policy learns.
     """
@@ -324,7 +326,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
     mask = completion_mask != 0
     ratio = importance_ratio(
         logps, old_logps.detach(), mask, importance_sampling_level=importance_sampling_level)
-    # Padding is emptied before it is used: a NaN times 0 would reach the gradient.
+    # Padding becomes 0: a NaN times a mask's 0 is NaN, in the gradient, too.
     logps = torch.where(mask, logps, 0)                                         # (B, T)
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)                                    # (B, 1)
@@ -562,7 +564,7 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
-    """Answer all prompts greedily, show four answers; return the first reward function's mean."""
+    """Answer all prompts greedily, show the first; return the first reward function's mean."""
     rewards = []
     for start in range(0, len(dataset), config.generation_batch_size):
         examples = dataset[start:start + config.generation_batch_size]
@@ -583,7 +585,7 @@ def option(default, text):
 @dataclass
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size, 0 or more; it falls linearly to 0")
+    learning_rate: float = option(1e-6, "AdamW's step size, 0 or more; it falls linearly towards 0")
     warmup_steps: int = option(0, "steps over which the step size rises first, 0 or more")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
     max_steps: int = option(100, "steps in all, 1 or more; each learns from one new batch")
@@ -591,30 +593,30 @@ class GRPOConfig:
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     num_iterations: int = option(1, "mu, passes over each batch, 1 or more")
     num_mini_batches: int = option(1, "parts of a pass, random, one update each: 1 to B")
-    per_device_train_batch_size: int = option(8, "1 or more rows a forward pass: memory, not maths")
+    per_device_train_batch_size: int = option(8, "1 or more rows scored at once: memory, not maths")
     max_completion_length: int = option(512, "T_max, the longest completion in tokens, 1 or more")
     temperature: float = option(1.0, "of sampling and of scoring, above 0")
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(0.2, "clip range below 1, 0 to 1; above it epsilon_high, or this")
+    epsilon: float = option(0.2, "clip range below 1, 0 to 1; also above 1, without epsilon_high")
     epsilon_high: float | None = option(None, "clip range above 1; with cispo the ratio's cap (5)")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term, 0 or more; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
-    mask_truncated_completions: bool = option(False, "learn nothing from answers without an EOS")
+    mask_truncated_completions: bool = option(False, "no loss on answers without an EOS")
     sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration, 1 or more")
     seed: int = option(42, "0 or more; of all that is drawn, and of the tiny model")
     bf16: bool = option(False, "bfloat16 autocast over float32 weights")
-    save_steps: int = option(10, "steps between checkpoints, 1 or more; the last is kept")
+    save_steps: int = option(10, "steps between checkpoints, 1 or more; only the last is kept")
 
     def __post_init__(self):
         B, G = self.generation_batch_size, self.num_generations
         top = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        allowed = {                                            # what would do nothing, or fail late
+        allowed = {                                            # besides the bounds below
             "num_generations": G > 1,
             "generation_batch_size": G > 1 and B % G == 0,
             "num_mini_batches": self.num_mini_batches <= B,
@@ -639,7 +641,7 @@ def loss_options(config):
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
-    """Algorithm 1, line 9: from rewards (B, F) to (B, T), the answer's for each of its tokens."""
+    """Algorithm 1, line 9: from rewards (B, F) to (B, T), equal in all tokens of an answer."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
     advantages = group_advantages(
         rewards, config.num_generations, scale_rewards=config.scale_rewards)    # (B,)
@@ -763,9 +765,9 @@ def learning_rate(config, step):
 def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
     """Algorithm 1, line 11: one step of AdamW on the loss of these rows.
 
-    The gradients of parts add up. A row is skipped if its gradient is 0 because its loss mask is
-    empty, or beta and its advantages are 0; it still counts in the denominators. If no row learns,
-    no weight moves.
+    The gradients of parts add up. A row whose loss mask is empty, or whose advantages are 0 at beta
+    0, has a gradient of 0: it is skipped, and counts in the denominators. If no row learns, no
+    weight moves.
     """
     mask = rollout.loss_mask                                                    # (B, T)
     num_tokens = mask[rows].sum().item()
@@ -774,7 +776,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
     learning = rows[learns[rows].cpu()]
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    sampler_difference = 0.0        # if large: a bug in positions, temperature, masks or the cache
+    sampler_difference = 0.0        # if large: bf16, or a bug in positions, masks, the cache
     state.optimizer.zero_grad()
     parts = learning.split(config.per_device_train_batch_size) if len(learning) > 0 else []
     for part in parts:
@@ -800,7 +802,7 @@ def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps
 
 
 def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
-    """The metrics of a step's samples and updates; None for a function that abstained."""
+    """The metrics of a step's samples and updates; None for a function that gave no reward."""
     rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
     mask = rollout.completion_mask                                              # (B, T)
     silent = group_stats(rewards, config.num_generations)[1] == 0               # (P,)
@@ -830,7 +832,7 @@ TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, generation_batch
 
 
 def tiny_tokenizer():
-    """One token for each character, and for <think> and </think>."""
+    """One token for each character of a sum, and for <think> and </think>."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
     words = ["<pad>", "<eos>", "<think>", "</think>", *"0123456789+=,"]
@@ -885,7 +887,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 # §12 Command line ---------------------------------------------------------------------------------
 
 def load_dataset(path):
-    """Read JSON Lines: "prompt" (a text, or messages) and further columns, those of line 1."""
+    """Read JSON Lines: "prompt" (all texts, or all messages), further columns, those of line 1."""
     rows = []
     lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()  # without a BOM
     for number, line in enumerate(lines, 1):
@@ -910,7 +912,8 @@ def load_dataset(path):
 def load_model(name, seed=0):
     """A float32 causal LM and tokenizer: tiny, a folder or a hub name; its own code never runs."""
     if name == "tiny":
-        return tiny_model(tiny_tokenizer(), seed), tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
+        return tiny_model(tokenizer, seed), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
     if not os.path.isdir(name):
         print(name, "is not a folder here: asking the hub", flush=True)
@@ -921,7 +924,7 @@ def load_model(name, seed=0):
 
 
 def load_reward_func(name):
-    """A reward function: built in, or f of a file of the user's as my_rewards.py:f."""
+    """A reward function: built in, or f of a user's file, my_rewards.py:f."""
     functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
     path, _, function = name.rpartition(":")
     if os.path.isfile(path):
@@ -949,12 +952,12 @@ def save_checkpoint(policy, tokenizer, state, config, folder):
 
 
 def checkpoints_in(folder):
-    """The folders named checkpoint-STEP: not one that is unfinished, nor a copy of the user's."""
+    """The folders checkpoint-STEP: not checkpoint-STEP.new, nor a user's copy."""
     return [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
 
 
 def load_checkpoint(state, saved):
-    """Continue where the checkpoint's run was."""
+    """Set the step, the optimizer and the reference model to those of a checkpoint."""
     state.step = saved["step"]
     state.optimizer.load_state_dict(saved["optimizer"])
     if state.reference and saved["reference"]:
@@ -971,12 +974,12 @@ def parse_options(argv):
     parser.add_argument("--eval_dataset", help="such a file, answered before and after training")
     parser.add_argument(
         "--reward_funcs", nargs="+", default=["accuracy"],
-        help="accuracy compares texts (scripts/math_reward.py: formulas); think_format; FILE.py:f")
+        help="accuracy (compares texts), think_format, or a function f of your own as FILE.py:f")
     parser.add_argument(
-        "--output_dir", help="a folder without a checkpoint (grpo-output, else grpo-output-2, ...)")
+        "--output_dir", help="a folder without a checkpoint (a new one, or the resumed run's)")
     parser.add_argument(
-        "--resume_from_checkpoint", help="a checkpoint-STEP folder; model, data, rewards: again")
-    options, saved = parser.parse_args(argv), None             # first for what sets the defaults
+        "--resume_from_checkpoint", help="a checkpoint-STEP folder; repeat model, data, rewards")
+    options, saved = parser.parse_args(argv), None             # for what sets the defaults
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
@@ -985,7 +988,7 @@ def parse_options(argv):
         path = f"{options.resume_from_checkpoint}/trainer_state.pt"
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            parser.set_defaults(**saved["config"])             # what no flag sets is as it was
+            parser.set_defaults(**saved["config"])             # a flag overrides it
         except Exception as error:                             # no such file, or another's
             raise InputError(f"resume_from_checkpoint: got {path}; allowed is a file of a run's "
                              f"checkpoint ({error})") from error
@@ -993,7 +996,7 @@ def parse_options(argv):
 
 
 def choose_output_dir(options):
-    """A folder without a checkpoint, or the one of the checkpoint from which the run continues."""
+    """A folder without a checkpoint, or the folder of the resumed checkpoint."""
     checkpoint = options.resume_from_checkpoint
     home = checkpoint and Path(checkpoint).resolve().parent
     free, number = "grpo-output", 1
@@ -1019,7 +1022,7 @@ def load_job(config, options):
             dataset, held_out = load_dataset(options.dataset), []
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
-        for row in dataset + held_out if "accuracy" in names else []:
+        for row in (dataset + held_out) if "accuracy" in names else []:
             if "solution" not in row or (row["solution"] is None and names == ["accuracy"]):
                 raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
         print(f"{options.model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
