@@ -229,7 +229,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     0 beyond δ. Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291).
     Args: each (B, T) or (B, 1).
     """
-    assert advantages.dim() == ratio.dim(), (
+    assert advantages.shape[:-1] == ratio.shape[:-1], (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
     clipped_ratio = clip_ratio(ratio, epsilon_low, epsilon_high)
@@ -370,7 +370,7 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
     Source: MiniMax-M1 (arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
     Args: logps (B, T); ratio and advantages (B, T) or (B, 1). Returns: (B, T).
     """
-    assert advantages.dim() == ratio.dim(), (
+    assert advantages.shape[:-1] == ratio.shape[:-1], (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
     return -ratio.clamp(max=epsilon_high).detach() * advantages * logps
 
@@ -381,7 +381,7 @@ def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
     l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at
     ρ = 1. Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
     """
-    assert advantages.dim() == ratio.dim(), (
+    assert advantages.shape[:-1] == ratio.shape[:-1], (
         f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
     tau = torch.where(advantages > 0, temperature_pos, ratio.new_tensor(temperature_neg))
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
