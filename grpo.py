@@ -178,7 +178,8 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):]).masked_fill(padding, 0)
+    logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])          # (B, T)
+    logps = logps.masked_fill(padding, 0)
     if not compute_entropy:
         return logps, None
     return logps, entropy_from_logits(logits.detach()).masked_fill(padding, 0)
@@ -200,7 +201,8 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
         f"allowed is {tuple(logps.shape)}")
     log_ratio = torch.where(mask, logps - old_logps, 0)                         # (B, T)
     if importance_sampling_level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        lengths = mask.sum(1, keepdim=True).clamp(min=1)                        # (B, 1)
+        log_ratio = log_ratio.sum(1, keepdim=True) / lengths                    # (B, 1)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level: got {importance_sampling_level!r}; "
                          "allowed is 'token' or 'sequence'")
@@ -257,7 +259,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     if estimator == "k2":
         return k1.square() / 2
     if estimator == "k3":
-        return torch.expm1(-k1) + k1                           # expm1(x): exp(x) - 1
+        return torch.expm1(-k1) + k1                           # exp(x) - 1, accurate near x = 0
     raise ValueError(f"estimator: got {estimator!r}; allowed is 'k1', 'k2' or 'k3'")
 
 
@@ -637,7 +639,7 @@ def loss_options(config):
     """The arguments of grpo_loss that a config sets."""
     names = ["beta", "use_bias_correction_kl", "epsilon_high", "delta", "policy_loss", "loss_type",
              "importance_sampling_level", "max_completion_length"]
-    return {"epsilon_low": config.epsilon, **{name: getattr(config, name) for name in names}}
+    return {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon}
 
 
 def outcome_advantages(rewards_per_func, rollout, config):
@@ -734,10 +736,11 @@ def compute_rewards(reward_funcs, rollout):
 def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T)."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-        return per_token_logps(
+        logps, _ = per_token_logps(
             model, rollout.prompt_ids[rows], rollout.prompt_mask[rows],
             rollout.completion_ids[rows], rollout.completion_mask[rows],
-            temperature=config.temperature)[0]
+            temperature=config.temperature)
+    return logps
 
 
 def score_rollout(model, rollout, config):
@@ -902,8 +905,9 @@ def load_dataset(path):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{got} has no prompt; allowed is a text, or messages")
-        if row.keys() != rows[0].keys():
-            raise InputError(f"{got} has other columns than line 1; allowed is {list(rows[0])}")
+        if row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"]):
+            raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
+                             f"allowed is {list(rows[0])}")
     if not rows:
         raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
