@@ -21,7 +21,6 @@ from hypothesis import given, strategies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from worked_examples.check_your_own import check
-from worked_examples.course import homework
 
 SECONDS = 60                                                            # for the import of a file, and for each law
 FORMULA = {"grpo_loss": 14, "group_advantages": 4, "per_token_logps": 4, "importance_ratio": 4,
@@ -62,9 +61,9 @@ def examine(path, name, laws):
     """Put this function of a file into grpo.py and ask: {mark: why its points are lost, or ""}."""
     enter(path)
     mine, lost = sys.modules["your_file"], {}
-    if not homework.is_written(mine, name):
+    if not check.is_written(mine, name):
         return dict.fromkeys(laws, "not written")
-    homework.put(mine, [name])
+    check.put(mine, [name])
     for mark, asked in laws.items():                                    # the formula first
         reasons = (f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
         lost[mark] = "the formula is wrong" if lost.get("formula") else next(reasons, "")

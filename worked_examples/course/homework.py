@@ -26,8 +26,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
+from worked_examples import variants
 from worked_examples.check_your_own import check
-from worked_examples.scripts import variants
+from worked_examples.course import grading
 
 COURSE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
@@ -45,23 +46,6 @@ def new(path):
         head = re.match('.*?""".*?"""\n', source, re.S)[0]              # to the end of the docstring
         text = text.replace(source, f"{head}    raise NotImplementedError\n")
     Path(path).write_text(text, encoding="utf-8")
-
-
-def not_written():
-    raise NotImplementedError
-
-
-def is_written(mine, name):
-    """Whether a module has a function with other code than not_written's."""
-    function = getattr(mine, name, not_written)
-    return not inspect.isfunction(function) or function.__code__.co_code != not_written.__code__.co_code
-
-
-def put(mine, names):
-    """Put these functions of a student's module into grpo.py and variants.py, and the others of those into it."""
-    for name, module in check.NAMES.items():
-        source, target = (mine, module) if name in names else (module, mine)
-        setattr(target, name, getattr(source, name))
 
 
 def table(seed):
@@ -98,8 +82,8 @@ def run(path, flags):
     """The table, or with flags grpo.py's own run."""
     torch.set_num_threads(1)                                            # for so little work more would wait
     mine = check.load(path)
-    yours = [name for name in check.NAMES if is_written(mine, name)]
-    put(mine, yours)
+    yours = [name for name in check.NAMES if check.is_written(mine, name)]
+    check.put(mine, yours)
     print(f"{len(yours)} of {len(check.NAMES)} functions are yours:", ", ".join(yours))
     if flags:
         return grpo.main(flags)
@@ -125,7 +109,6 @@ def main(argv):
         return new(options.file)
     if not options.grade:
         return run(options.file, flags)
-    from worked_examples.course import grading
     return grading.grade(options.file, options.k, options.json)
 
 

@@ -33,7 +33,7 @@ def now():
 
 def run_trl(*job):
     """TRL's trainer, as the_same_run_in_trl.py makes it, without checkpointing, as here."""
-    from worked_examples.check_your_own import the_same_run_in_trl
+    from worked_examples.scripts import the_same_run_in_trl
     flags = ["--gradient_checkpointing", "false", "--save_strategy", "no", "--logging_strategy", "no",
              "--output_dir", tempfile.mkdtemp()]
     the_same_run_in_trl.make_trainer(*job, flags).train()

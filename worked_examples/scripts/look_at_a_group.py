@@ -148,7 +148,7 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
 
 def page(data):
     """The template with the data in it: no "<" of an answer may end the script that holds it."""
-    template = Path(__file__).with_name("group_page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("group_template.html").read_text(encoding="utf-8")
     return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
 
 

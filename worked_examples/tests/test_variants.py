@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from test_grpo import (any_groups, any_logp, any_number, any_reward, answers, beyond, columns, expect,
                        expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
-from worked_examples.scripts import variants
+from worked_examples import variants
 
 
 @pytest.mark.parametrize("limits, lengths, want", [

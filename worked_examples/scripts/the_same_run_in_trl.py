@@ -1,7 +1,7 @@
 """The job of a grpo.py command line, run by TRL's GRPOTrainer (trl==1.16.0): from here on to several GPUs.
 
-    python worked_examples/check_your_own/the_same_run_in_trl.py --model tiny
-    python worked_examples/check_your_own/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
+    python worked_examples/scripts/the_same_run_in_trl.py --model tiny
+    python worked_examples/scripts/the_same_run_in_trl.py --model tiny --max_steps 3 --compare
 
 The flags are grpo.py's; those behind --trl are TRL's own, and win (--trl --resume_from_checkpoint FOLDER, too). With
 --compare, TRL learns from the completions of grpo.train; the figures of both are printed, and the exit code is 1 where
