@@ -120,6 +120,20 @@ def real_model():
     return figure
 
 
+def two_digit_sums():
+    """Page 6: two_digit_sums.csv, three runs of page 7's model on a GPU."""
+    lines = csv("two_digit_sums.csv")
+    figure = Figure(figsize=(9.4, 2.9))
+    drawn = ("Right answers", "reward"), ("Silent groups", "silent"), ("Entropy (nats, log scale)", "entropy")
+    for panel, (title, metric) in zip(figure.subplots(1, 3), drawn):
+        for seed, colour in (42, BLUE), (44, INK), (43, ORANGE):
+            panel.plot(range(1, 101), lines[metric][lines["seed"] == seed], color=colour, lw=1.5, label=f"seed {seed}")
+        panel.set(xlabel="step", title=title)
+    panel.set_yscale("log")
+    figure.axes[0].legend()
+    return figure
+
+
 def two_runs():
     """Page 11: the demo with ten seeds, and the collapse."""
     good, collapse = csv("tiny_seeds.csv"), csv("collapsed_run.csv")
@@ -140,7 +154,7 @@ def two_runs():
 
 
 DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": clipping, "real_model": real_model,
-            "two_runs": two_runs}
+            "two_digit_sums": two_digit_sums, "two_runs": two_runs}
 
 # The runs -------------------------------------------------------------------------------------------------------------
 
