@@ -3,8 +3,9 @@ r"""A reward file: what differs from its solution as a text is compared as a for
     python grpo.py --model NAME --dataset problems.jsonl \
         --reward_funcs worked_examples/scripts/math_reward.py:math_accuracy_reward
 
-A solution of words needs the same words. Numbers agree to six digits behind the point; 1e-05 is not read as a number.
-Alone, math-verify reads "2x+3" as 2 and "Paris 2024" as 2024.
+The formula is the last one between dollars or in a box; else the text, if no two letters in a row are a word; else, of
+an answer, what follows its last "is", "=" or ": ". A percent sign and LaTeX's units do not count. Decimal numbers agree
+if they do to six digits behind the point, 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
 """
 
 import re
@@ -16,24 +17,27 @@ import math_verify
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
-WORD = r"(?<![\\A-Za-z])[^\W\d_]{2}"                                    # two letters, in no LaTeX command
+FORMULA = r"(?:\\boxed\{.*\}|\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\))"
+COMMAND = r"\\[A-Za-z]+(\{[A-Za-z ]+\})?"                               # as \frac and \begin{pmatrix}: no words
+LATEX = [math_verify.LatexExtractionConfig()]                           # its other reader takes a part for the whole
 
 
 def parse(text):
-    """Parse a text with words as it is; a bare formula between dollars, or math-verify reads "2x+3" as 2."""
-    return math_verify.parse(text if re.search(rf"\$|\\\[|\\\(|{WORD}", text) else f"${text}$")
-
-
-def same_formula(answer, solution):
-    if re.search(WORD, solution) and not re.search(r"[\\$]", solution):             # no mathematics
-        return False
-    end = answer[-1000:].strip("* \t\r\n")                              # it comes last, perhaps in **bold**
-    return math_verify.verify(parse(solution), parse(end))              # both stop after five seconds
+    formulas = re.findall(rf"{FORMULA}(?:\s*(?:,|and|or)\s*{FORMULA})*", text, re.S)
+    if not formulas and not re.search(r"[^\W\d_]{2}", re.sub(COMMAND, "", text)):
+        number = re.sub(r"[eE]([+-]?\d+)$", r"\\cdot 10^{\1}", text.strip("* \t\r\n").rstrip("*. "))        # 1e-05
+        formulas = [f"${number}$"]
+    if not formulas or re.search(r"(?<![_\d])\d+(\s|~|\\[ ,;:!])+\d|\d_|'", formulas[-1]):      # 7 8 is not 56
+        return []
+    return math_verify.parse(formulas[-1], LATEX, "no_fallback", "first_match")
 
 
 def math_accuracy_reward(completions, solution, **kwargs):
     """1 for an answer (the text after the last </think>) that is the same as its solution, else 0; None without one."""
     rewards = grpo.accuracy_reward(completions, solution)               # as texts
-    answers = [grpo.text_of(completion).rpartition("</think>")[2] for completion in completions]
-    return [float(same_formula(answer, str(wanted))) if reward == 0 else reward
-            for reward, answer, wanted in zip(rewards, answers, solution)]
+    for i, (completion, reward) in enumerate(zip(completions, rewards)):
+        if reward == 0:
+            answer = grpo.text_of(completion).rpartition("</think>")[2][-1000:]     # the formula comes last
+            read = parse(answer) or parse(re.split(r"\bis\b|(?<![!<>])=|:\s", answer)[-1])
+            rewards[i] = float(math_verify.verify(parse(str(solution[i])), read))   # both stop after five seconds
+    return rewards
