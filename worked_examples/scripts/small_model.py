@@ -1,14 +1,17 @@
 """A small transformer and a tokenizer for a task of your own, from a file of prompts and solutions.
 
-    python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--imitate N] [--seed S]
+    python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--seed S]
+                                                  [--imitate N] [--steps M]
 
-Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 100,000
+Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 130,000
 weights and a tokenizer of the files' characters. First the model imitates N of the solutions (three quarters of them)
-until it gets 60% of the characters right: GRPO learns from rewards, and random weights seldom earn one. The last line
-printed is the grpo.py command that trains the model. worked_examples/07_training_your_own_model.md is its page.
+until it gets 60% of all characters right, for M steps (100) at most: GRPO learns from rewards, and random weights
+seldom earn one. The last line printed is the grpo.py command that trains the model.
+worked_examples/07_training_your_own_model.md is its page.
 """
 
 import argparse
+import collections
 import os
 import shlex
 import sys
@@ -23,6 +26,8 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
+ENOUGH = 0.6                                                            # share of right characters
+
 
 def load_problems(path):
     problems = grpo.load_dataset(path)
@@ -33,12 +38,12 @@ def load_problems(path):
 
 
 def make_tokenizer(problems):
-    """One token for each character of the files, and none for unknown ones: they are an error in grpo.py, too."""
+    """One token for each character of the files, and an EOS that pads, too; unknown characters are an error."""
     characters = set("".join(problem["prompt"] + problem["solution"] for problem in problems))
-    words = ["<pad>", "<eos>", *sorted(characters)]
+    words = ["<eos>", *sorted(characters)]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=None))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<eos>", eos_token="<eos>")
 
 
 def make_model(tokenizer, positions, seed):
@@ -46,7 +51,7 @@ def make_model(tokenizer, positions, seed):
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=positions, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
+        bos_token_id=None, eos_token_id=0, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
 def right_characters(model, tokenizer, problems, config):
@@ -57,43 +62,48 @@ def right_characters(model, tokenizer, problems, config):
     return sum(shares) / len(shares)
 
 
-def imitate(model, tokenizer, problems, count, config):
-    """Supervised learning from `count` solutions: 100 steps, or until 60% of all problems' characters are right."""
+def imitate(model, tokenizer, problems, count, steps, config):
+    """Supervised learning from `count` solutions. Returns the number of its steps."""
     rng = numpy.random.default_rng([config.seed, 2])
     chosen = [problems[i] for i in rng.choice(len(problems), count, replace=False)]
     prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in chosen], "cpu")
     solutions = tokenizer([problem["solution"] + "<eos>" for problem in chosen], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for _ in range(100):
-        if right_characters(model, tokenizer, problems, config) >= 0.6:
-            break
+    for step in range(steps):
+        if right_characters(model, tokenizer, problems, config) >= ENOUGH:
+            return step
         rows = torch.tensor(rng.choice(count, min(count, 32), replace=False))
         real = solutions["attention_mask"][rows]
         logps, _ = grpo.per_token_logps(model, prompts[rows], mask[rows], solutions["input_ids"][rows], real)
         optimizer.zero_grad()
         (-logps.sum() / real.sum()).backward()
         optimizer.step()
+    return steps
 
 
-def make(task, folder, eval_dataset, count, seed):
+def make(task, folder, eval_dataset, count, steps, seed):
     """Fill a new folder; print what was made, and the command that trains it."""
     if os.path.exists(folder):
         raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
     problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    count = 3 * len(problems) // 4 if count is None else min(count, len(problems))
+    count = max(3 * len(problems) // 4, 1) if count is None else min(count, len(problems))
     length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
-    longest = max(len(problem["prompt"]) for problem in problems)
+    longest = max(len(problem["prompt"]) for problem in problems + held_out)
     config = grpo.GRPOConfig(seed=seed, max_completion_length=length)
     tokenizer = make_tokenizer(problems + held_out)
-    model = make_model(tokenizer, 2 * (longest + length), seed)
+    positions = longest + max(length, grpo.GRPOConfig.max_completion_length)    # grpo.py's default has room, too
+    model = make_model(tokenizer, positions, seed)
     before = right_characters(model, tokenizer, problems, config)
-    if count > 0:
-        imitate(model, tokenizer, problems, count, config)
+    steps = imitate(model, tokenizer, problems, count, steps, config) if count > 0 else 0
     after = right_characters(model, tokenizer, problems, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer) - 2} characters; imitated {count} of "
-          f"{len(problems)} solutions: {before:.2f} -> {after:.2f} of the characters right. To train it:")
+    commonest, times = collections.Counter(problem["solution"] for problem in problems).most_common(1)[0]
+    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer) - 1} characters; the commonest solution, "
+          f"{commonest!r:.60}, is that of {times / len(problems):.0%} of the problems")
+    print(f"imitated {count} of {len(problems)} solutions in {steps} steps: {before:.2f} -> {after:.2f} of the "
+          "characters right" + f", not {ENOUGH}; --steps {4 * steps} tries longer" * (after < ENOUGH and steps > 0))
+    print("to train it:")
     command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
     command += ["--eval_dataset", eval_dataset] if eval_dataset else []
     command += f"--seed {seed} --max_completion_length {length} --learning_rate 1e-3 --max_steps 800".split()
@@ -107,6 +117,7 @@ def main(argv=None):
     parser.add_argument("folder")
     parser.add_argument("--eval_dataset")
     parser.add_argument("--imitate", type=int, dest="count")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args(argv)
     logging.disable_progress_bar()

@@ -83,12 +83,37 @@ def test_a_small_model_learns_a_task_by_the_command_that_is_printed(tmp_path, ca
     assert refused.code == 2 and refused.err.startswith("grpo.py: error: prompt: got 'aq>'; Encountered an unknown")
 
 
+def test_small_model_says_that_it_did_not_learn_and_how_common_one_answer_is(tmp_path, capsys):
+    """Three of four solutions are 1; one step does not reach 60%, and four times as many are offered"""
+    rows = [json.dumps({"prompt": f"{word}>", "solution": "1" if word < "d" else word * 3}) for word in "abcd"]
+    (tmp_path / "task.jsonl").write_text("\n".join(rows))
+    SMALL_MODEL["main"]([f"{tmp_path}/task.jsonl", f"{tmp_path}/model", "--steps", "1"])
+    made, imitated, *_ = capsys.readouterr().out.splitlines()
+    assert made.endswith("the commonest solution, '1', is that of 75% of the problems")
+    assert imitated.startswith("imitated 3 of 4 solutions in 1 steps: 0.00 -> 0.")
+    assert imitated.endswith("of the characters right, not 0.6; --steps 4 tries longer")
+
+
+def test_the_commands_of_readme_train_what_they_make(tmp_path, monkeypatch):
+    """As typed, with README's two files, but for the number of steps"""
+    section = README.partition("\n## Your own model")[2].partition("\n## ")[0]
+    commands, task, rewards = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)
+    (tmp_path / "task.jsonl").write_text(task)
+    (tmp_path / "my_rewards.py").write_text(rewards)
+    make, train = (shlex.split(line)[2:] for line in commands.splitlines())         # without python FILE.py
+    monkeypatch.chdir(tmp_path)
+    SMALL_MODEL["main"](make)
+    result = cli(*train, "--max_steps", 1)
+    assert result.code == 0 and "the model and metrics.jsonl are in" in result.out, result.err
+
+
 def test_the_tokenizer_of_a_small_model_keeps_each_character(tmp_path):
-    """Texts come back as they were."""
+    """Texts come back as they were. No token but the EOS is no character: nothing can be sampled unseen"""
     SMALL_MODEL["make_tokenizer"]([{"prompt": " a  b\n>", "solution": "é<"}]).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(" b  é\n<>a")["input_ids"]
-    assert len(ids) == 9 and tokenizer.decode(ids + [1, 0], skip_special_tokens=True) == " b  é\n<>a"
+    assert len(ids) == 9 and tokenizer.decode(ids + [0, 0], skip_special_tokens=True) == " b  é\n<>a"
+    assert len(tokenizer) == 1 + len(set(" ab\n>é<")) and tokenizer.pad_token_id == tokenizer.eos_token_id == 0
 
 
 @pytest.mark.parametrize("folder, row, message", [
