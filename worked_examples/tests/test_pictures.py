@@ -138,3 +138,20 @@ def test_each_picture_can_be_drawn_and_is_committed_and_the_page_is_that_of_the_
     data = data_in(page)
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert page == look_at_a_group.page(data) and len(page.encode()) <= 400_000 and "://" not in page
+
+
+def test_the_numbers_of_page_06s_runs():
+    """Its table of three seeds; two learn, and in 67 of the third's 100 steps all 32 groups are silent"""
+    page = (EXAMPLES / "06_which_groups_teach.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (4[234]) \| 0\.01 → \S+ \| (.*) \|$", page, re.M)
+    assert [seed for seed, _ in rows] == ["42", "43", "44"]
+    table = figures.csv("two_digit_sums.csv")
+    for seed, cells in rows:
+        run = table[table["seed"] == int(seed)]
+        means = [run[-10:][metric].mean() for metric in ("silent", "entropy", "reward")]
+        numbers = [run["silent"][0], means[0], run["entropy"][0], *means[1:]]
+        assert [float(cell) for cell in cells.split(" | ")] == pytest.approx(numbers, abs=5.1e-3), seed
+    stuck, others = table[table["seed"] == 43], table[table["seed"] != 43]
+    assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
+    assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
+    assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right
