@@ -36,16 +36,18 @@ what came and what is allowed. Top-k and top-p sampling are left out: they chang
 """
 
 import copy
+import functools
+import importlib.util
+import inspect
 import json
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
-import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,12 +179,15 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logps = selective_log_softmax(logits, ids[:, prompt_ids.size(1):])          # (B, T)
-    logps = logps.masked_fill(padding, 0)
-    if not compute_entropy:
-        return logps, None
-    return logps, entropy_from_logits(logits.detach()).masked_fill(padding, 0)
+    logps, entropies = [], []
+    # 64 positions at a time: the copies of the logits, not one for all positions, need less memory.
+    for some, index in zip(logits.split(64, 1), ids[:, prompt_ids.size(1):].split(64, 1)):
+        some = some.to(torch.promote_types(some.dtype, torch.float32)) / temperature
+        logps.append(selective_log_softmax(some, index))                        # (B, 64)
+        if compute_entropy:
+            entropies.append(entropy_from_logits(some.detach()))                # (B, 64)
+    logps = torch.cat(logps, 1).masked_fill(padding, 0)                         # (B, T)
+    return logps, torch.cat(entropies, 1).masked_fill(padding, 0) if compute_entropy else None
 
 
 # §4 Importance ratio and clip ---------------------------------------------------------------------
@@ -193,7 +198,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); ∇ρ is ρ·∇log π_θ.
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ.
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
-    Returns: (B, T), 1 at padding; "sequence": (B, 1).
+    Returns: (B, T), 1 at padding; "sequence": (B, 1); a constant e²⁰ where log ρ is above 20.
     """
     mask = completion_mask != 0
     assert old_logps.shape == mask.shape == logps.shape, (
@@ -206,7 +211,7 @@ def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_l
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level: got {importance_sampling_level!r}; "
                          "allowed is 'token' or 'sequence'")
-    return log_ratio.exp()                                                      # (B, T) or (B, 1)
+    return log_ratio.clamp(max=20).exp()                       # (B, T) or (B, 1); e^89 is inf
 
 
 def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
@@ -236,6 +241,30 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
     unclipped_ratio = ratio if delta is None else ratio.clamp(max=delta)
     clipped_ratio = clip_ratio(ratio, epsilon_low, epsilon_high)
     return -torch.min(unclipped_ratio * advantages, clipped_ratio * advantages)
+
+
+def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
+    """Weight the REINFORCE loss, -A·log π, by the capped ratio: a capped token keeps its gradient.
+
+    l = -sg[min(ρ, ε_high)]·A·log π_θ;  sg: the weight is a constant (detach).
+    Source: MiniMax-M1 (arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
+    Args: logps (B, T); ratio and advantages (B, T) or (B, 1). Returns: (B, T).
+    """
+    assert advantages.shape[:-1] == ratio.shape[:-1], (
+        f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
+    return -ratio.clamp(max=epsilon_high).detach() * advantages * logps
+
+
+def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
+    """Replace the clip by a sigmoid σ: the slope ∂l/∂ρ is -A at ρ = 1 and fades away from it.
+
+    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at
+    ρ = 1. Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
+    """
+    assert advantages.shape[:-1] == ratio.shape[:-1], (
+        f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
+    tau = torch.where(advantages > 0, temperature_pos, ratio.new_tensor(temperature_neg))
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
 # §5 KL --------------------------------------------------------------------------------------------
@@ -343,51 +372,32 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         upper = 5.0 if epsilon_high is None else epsilon_high
         per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=upper)
     elif policy_loss == "sapo":
+        assert epsilon_high is None, (
+            f"epsilon_high: got {epsilon_high}; allowed with policy_loss 'sapo' is None")
         per_token_loss = sapo_loss(ratio, advantages)
     else:
         raise ValueError(f"policy_loss: got {policy_loss!r}; allowed is 'clip', 'cispo' or 'sapo'")
-    num_tokens = float(num_items_in_batch or max(mask.sum(), 1))
-    low = ((ratio < lower) & (advantages < 0)).sum().item() / num_tokens
-    high = ((ratio > upper) & (advantages > 0)).sum().item() / num_tokens
-    metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
-               "clip_ratio/region_mean": low + high}
     if ref_logps is not None:
         kl = torch.where(mask, kl_estimate(logps, ref_logps.detach()), 0)       # (B, T)
         kl = kl * ratio if use_bias_correction_kl else kl
-        metrics["kl"] = kl.sum().item() / num_tokens
     if beta != 0:
         per_token_loss = per_token_loss + beta * kl            # a clipped token keeps KL's gradient
     loss = aggregate(
         per_token_loss, mask, loss_type=loss_type, max_completion_length=max_completion_length,
         num_items_in_batch=num_items_in_batch, num_rows_in_batch=num_rows_in_batch)
+
+    # For a log: the shares of the tokens that are clipped, and the mean KL.
+    num_tokens = float(num_items_in_batch or mask.sum().clamp(min=1))
+    low = ((ratio < lower) & (advantages < 0)).sum().item() / num_tokens
+    high = ((ratio > upper) & (advantages > 0)).sum().item() / num_tokens
+    metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
+               "clip_ratio/region_mean": low + high}
+    if ref_logps is not None:
+        metrics["kl"] = kl.sum().item() / num_tokens
     return loss, metrics
 
 
-# §8 Variants --------------------------------------------------------------------------------------
-
-def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
-    """Weight the REINFORCE loss, -A·log π, by the capped ratio: a capped token keeps its gradient.
-
-    l = -sg[min(ρ, ε_high)]·A·log π_θ;  sg: the weight is a constant (detach).
-    Source: MiniMax-M1 (arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
-    Args: logps (B, T); ratio and advantages (B, T) or (B, 1). Returns: (B, T).
-    """
-    assert advantages.shape[:-1] == ratio.shape[:-1], (
-        f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
-    return -ratio.clamp(max=epsilon_high).detach() * advantages * logps
-
-
-def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: the slope ∂l/∂ρ is -A at ρ = 1 and fades away from it.
-
-    l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at
-    ρ = 1. Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
-    """
-    assert advantages.shape[:-1] == ratio.shape[:-1], (
-        f"advantages: got {tuple(advantages.shape)}; allowed is (B, 1) or (B, T)")
-    tau = torch.where(advantages > 0, temperature_pos, ratio.new_tensor(temperature_neg))
-    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
-
+# §8 Process supervision, reward functions --------------------------------------------------------
 
 def process_advantages(step_rewards, step_ends, completion_mask, num_generations, *, correction=1,
                        eps=1e-4):
@@ -461,57 +471,106 @@ class InputError(ValueError):
     """An error that the user can fix: shown in one line, exit code 2."""
 
 
+def choose_tokens(logits, uniforms):
+    """Choose the first token v with Σ_{w<=v} p_w > u, p = softmax(logits): each with its p.
+
+    Args: logits (B, V); uniforms (B,), each u in [0, 1), or None for the likeliest token (greedy).
+    Returns: (B,).
+    """
+    if uniforms is None:
+        return logits.argmax(-1)
+    cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)   # (B, V); float32 loses rare tokens
+    drawn = uniforms.unsqueeze(1) * cdf[:, -1:]                # (B, 1); the last is not quite 1
+    tokens = torch.searchsorted(cdf, drawn, right=True)[:, 0]                   # (B,)
+    return tokens.clamp(max=cdf.size(1) - 1)                   # NaN would give V
+
+
+def recorded(function, *inputs):
+    """Record what function(*inputs) starts on the GPU, as a CUDA graph; return what repeats it.
+
+    Python starts the thousand kernels of a decoding step one by one, and the GPU waits. The graph
+    starts them at once, on the same memory: new inputs are copied there, and the result lies there.
+    What reads the CPU in between cannot be recorded: then the function itself is returned.
+    """
+    inputs = [x.clone() for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = function(*inputs)
+    except RuntimeError:                                       # a mixture of experts, for one
+        return function
+
+    def replay(*new_inputs):
+        for x, new in zip(inputs, new_inputs):
+            x.copy_(new)
+        graph.replay()
+        return result
+
+    return replay
+
+
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids,
              num_generations=1, pad_token_id=0, temperature=1.0, uniforms=None):
     """Sample G completions for each prompt, and record each token's log-prob.
 
-    o_t is the first token v with Σ_{w<=v} p_w > u_t, p = softmax(logits / temperature). Each token
-    has a uniform number u_t of its own, so other rows change it by rounding alone.
+    A prompt is passed once, and its keys and values are repeated G times. Each token has a uniform
+    number of its own, so other rows change it by rounding alone.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded.
-        eos_token_ids: one or several. uniforms: (P·G, T_max) in [0, 1), or None to take the
-        likeliest token (greedy).
+        eos_token_ids: one or several. uniforms: (P·G, T_max) in [0, 1), or None: greedy.
     Returns: completion_ids, completion_mask, logps (nats), each (P·G, T), T <= T_max.
     """
+    from transformers import DynamicCache, StaticCache
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
+    (P, L), T_max = prompt_ids.shape, max_completion_length
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
-    mask = (prompt_mask != 0).long()                           # (P, L); grows with the cache
-    live = torch.arange(len(mask) * num_generations, device=mask.device)    # (B,), not ended yet
-    completion_ids = mask.new_full((len(live), max_completion_length), pad_token_id)  # (B, T_max)
+    mask = torch.nn.functional.pad((prompt_mask != 0).long(), (0, T_max), value=1)  # (P, L+T_max)
+    positions = mask.cumsum(1) - mask                          # how many real tokens come before
+    live = torch.arange(P * num_generations, device=mask.device)        # (B,), the rows in the loop
+    ended = torch.zeros_like(live, dtype=torch.bool)                            # (B,)
+    completion_ids = mask.new_full((len(live), T_max), pad_token_id)            # (B, T_max)
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
-    new_ids, cache = prompt_ids * mask, None                   # new_ids: not in the cache yet
+    # On a GPU the step is recorded, with the shapes that it has: the cache has its final width
+    # from the start, and no row leaves the loop. A sliding window's cache counts in Python.
+    cache = DynamicCache(config=model.config)
+    is_recorded = mask.is_cuda and model._can_compile_fullgraph and not any(cache.is_sliding)
+    if is_recorded:
+        cache = StaticCache(config=model.config, max_cache_len=L + T_max)
+
+    def forward(ids, positions):
+        width = L + T_max if is_recorded else cache.get_seq_length() + ids.size(1)
+        output = model(input_ids=ids, attention_mask=mask[:, :width], position_ids=positions,
+                       past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1].to(dtype) / temperature                     # (rows, V)
+
     with torch.no_grad():
-        for t in range(max_completion_length):
-            positions = (mask.cumsum(1) - mask)[:, -new_ids.size(1):]
-            output = model(input_ids=new_ids, attention_mask=mask, position_ids=positions,
-                           past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = output.logits[:, -1].to(dtype) / temperature               # (live, V)
-            cache = output.past_key_values
-            if t == 0:                                         # (P, V) so far; now G times each
-                prompt_of = live // num_generations                             # (B,)
-                cache.reorder_cache(prompt_of)                 # picks rows, so it also repeats
-                logits, mask = logits[prompt_of], mask[prompt_of]               # (B, V), (B, L)
-            if uniforms is None:
-                token = logits.argmax(-1)                                       # (live,)
-            else:                                              # float32 would lose rare tokens
-                cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)        # (live, V)
-                drawn = uniforms[live, t, None] * cdf[:, -1:]  # (live, 1); the last is not quite 1
-                token = torch.searchsorted(cdf, drawn, right=True)[:, 0]
-                token = token.clamp(max=cdf.size(1) - 1)       # (live,); NaN would give V
+        logits = forward(prompt_ids * mask[:, :L], positions[:, :L])            # (P, V)
+        prompt_of = live // num_generations                                     # (B,)
+        cache.reorder_cache(prompt_of)                         # picks rows, so it also repeats
+        logits, mask, positions = logits[prompt_of], mask[prompt_of], positions[prompt_of]
+        for t in range(T_max):
+            token = choose_tokens(logits, None if uniforms is None else uniforms[live, t])
             completion_ids[live, t] = token
             logps[live, t] = selective_log_softmax(logits, token)
-            stay = (~torch.isin(token, eos)).nonzero()[:, 0]
-            if len(stay) == 0:
+            ended = ended | torch.isin(token, eos)                              # (rows,)
+            if ended.all() or t + 1 == T_max:
                 break
-            if len(stay) < len(live):                          # ended rows leave the batch
-                live, mask, token = live[stay], mask[stay], token[stay]
+            if ended.any() and not is_recorded:                # ended rows leave the loop
+                stay = (~ended).nonzero()[:, 0]
+                live, mask, positions = live[stay], mask[stay], positions[stay]
+                token, ended = token[stay], ended[stay]
                 cache.reorder_cache(stay)
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            new_ids = token.unsqueeze(1)                                        # (live, 1)
+            step = token.unsqueeze(1), positions[:, L + t, None]                # (rows, 1) each
+            if is_recorded and t == 1:                         # the step before was the warm-up
+                forward = recorded(forward, *step)
+            logits = forward(*step)                                             # (rows, V)
+    completion_ids, logps = completion_ids[:, :t + 1], logps[:, :t + 1]         # (B, T)
+    completion_mask = make_completion_mask(completion_ids, eos)                 # (B, T)
+    padding = completion_mask == 0                             # an ended row has gone on, recorded
+    logps = logps.masked_fill(padding, 0)
     if not logps.isfinite().all():
         raise FloatingPointError(f"the logits of this {type(model).__name__} are not finite")
-    completion_ids = completion_ids[:, :t + 1]                                  # (B, T)
-    return completion_ids, make_completion_mask(completion_ids, eos), logps[:, :t + 1]
+    return completion_ids.masked_fill(padding, pad_token_id), completion_mask, logps
 
 
 def encode_prompts(tokenizer, prompts, device):
@@ -533,7 +592,6 @@ class Rollout(NamedTuple):
     prompt_mask: torch.Tensor           # (B, L)
     completion_ids: torch.Tensor        # (B, T), right-padded
     completion_mask: torch.Tensor       # (B, T)
-    loss_mask: torch.Tensor             # (B, T), the same, or 0: see mask_truncated_completions
     sampler_logps: torch.Tensor         # (B, T), the sampler's record: log π_old up to rounding
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
 
@@ -548,21 +606,23 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
     prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)        # (P, L)
     more = numpy.atleast_1d(policy.generation_config.eos_token_id)      # a list, a number or None
     eos = torch.tensor([*{tokenizer.eos_token_id, *more} - {None}], device=device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-        completion_ids, completion_mask, sampler_logps = generate(
-            policy, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
-            eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
-            temperature=config.temperature, uniforms=uniforms)
-    completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    sampler = copy.deepcopy(policy).bfloat16() if config.bf16 else policy
+    completion_ids, completion_mask, sampler_logps = generate(
+        sampler, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
+        eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
+        temperature=config.temperature, uniforms=uniforms)
+    # The text is what the model wrote, <think> as a special token included, without EOS, padding.
+    written = [ids[(mask != 0) & ~torch.isin(ids, eos)]
+               for ids, mask in zip(completion_ids, completion_mask)]
+    completions = tokenizer.batch_decode(written, clean_up_tokenization_spaces=False)
+    if not isinstance(prompts[0], str):                        # a chat template may open a thought
+        opened = "<think>" * tokenizer.decode(prompt_ids[0]).rstrip().endswith("<think>")
+        completions = [[{"role": "assistant", "content": opened + text}] for text in completions]
     terminated = torch.isin(completion_ids, eos).any(1)                         # (B,)
-    kept = terminated | (not config.mask_truncated_completions)                 # (B,)
     examples = [copy.deepcopy(example) for example in examples for _ in range(G)]         # B
     prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask))
-    loss_mask = completion_mask * kept.unsqueeze(1)                             # (B, T)
     return Rollout(examples, completions, prompt_ids, prompt_mask, completion_ids, completion_mask,
-                   loss_mask, sampler_logps, terminated)
+                   sampler_logps, terminated)
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
@@ -601,38 +661,53 @@ class GRPOConfig:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(0.2, "clip range below 1, 0 to 1; also above 1, without epsilon_high")
-    epsilon_high: float | None = option(None, "clip range above 1; with cispo the ratio's cap (5)")
+    epsilon: float = option(
+        0.2, "with clip: range below 1, 0 to 1; also above, if epsilon_high is None")
+    epsilon_high: float | None = option(
+        None, "clip range above 1; with cispo the ratio's cap (5); not with sapo")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term, 0 or more; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
-    reward_weights: list[float] | None = option(None, "a weight for each reward function (1 each)")
+    reward_weights: list[float] | None = option(None, "a number for each reward function (1)")
     mask_truncated_completions: bool = option(False, "no loss on answers without an EOS")
     sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration, 1 or more")
     seed: int = option(42, "0 or more; of all that is drawn, and of the tiny model")
-    bf16: bool = option(False, "bfloat16 autocast over float32 weights")
+    bf16: bool = option(False, "bfloat16: autocast in training, a copy of the weights samples")
+    full_determinism: bool = option(False, "on a GPU: the same bits in each run, a third slower")
     save_steps: int = option(10, "steps between checkpoints, 1 or more; only the last is kept")
 
     def __post_init__(self):
-        B, G = self.generation_batch_size, self.num_generations
-        top = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        allowed = {                                            # besides the bounds below
-            "num_generations": G > 1,
-            "generation_batch_size": G > 1 and B % G == 0,
-            "num_mini_batches": self.num_mini_batches <= B,
-            "temperature": self.temperature > 0,
-            "epsilon": self.epsilon <= 1,
-            "delta": self.delta is None or self.policy_loss == "clip" and self.delta >= top,
+        B, G, is_clip = self.generation_batch_size, self.num_generations, self.policy_loss == "clip"
+        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        allowed = {
+            "learning_rate": 0 <= self.learning_rate < math.inf,
+            "warmup_steps": self.warmup_steps >= 0,
+            "max_grad_norm": 0 <= self.max_grad_norm < math.inf,
+            "max_steps": self.max_steps >= 1,
+            "num_generations": G >= 2,
+            "generation_batch_size": B >= 1 and G >= 1 and B % G == 0,
+            "num_iterations": self.num_iterations >= 1,
+            "num_mini_batches": 1 <= self.num_mini_batches <= B,
+            "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
+            "max_completion_length": self.max_completion_length >= 1,
+            "temperature": 0 < self.temperature < math.inf,
+            "epsilon": 0 <= self.epsilon <= 1 and (is_clip or self.epsilon == 0.2),
+            "epsilon_high": 0 <= above < math.inf and (
+                self.epsilon_high is None or self.policy_loss != "sapo"),
+            "delta": self.delta is None or is_clip and 1 + above <= self.delta < math.inf,
+            "beta": 0 <= self.beta < math.inf,
             "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
-            "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
-        for name, entry in self.__dataclass_fields__.items():
-            value = getattr(self, name)
-            least = 1 if entry.type is int and name not in ("warmup_steps", "seed") else 0
-            in_range = not isinstance(value, int | float) or least <= value < math.inf
-            if not (in_range and allowed.get(name, True)):
-                raise InputError(f"{name}: got {value!r}; allowed: {entry.metadata['help']}")
+            "reward_weights": all(map(math.isfinite, self.reward_weights or [])),
+            "sync_ref_model": self.beta > 0 or not self.sync_ref_model,
+            "ref_model_sync_steps": self.ref_model_sync_steps >= 1,
+            "seed": self.seed >= 0,
+            "save_steps": self.save_steps >= 1}
+        for name, is_allowed in allowed.items():
+            if not is_allowed:
+                words = self.__dataclass_fields__[name].metadata["help"]
+                raise InputError(f"{name}: got {getattr(self, name)!r}; allowed: {words}")
 
 
 def loss_options(config):
@@ -642,9 +717,8 @@ def loss_options(config):
     return {name: getattr(config, name) for name in names} | {"epsilon_low": config.epsilon}
 
 
-def outcome_advantages(rewards_per_func, rollout, config):
-    """Algorithm 1, line 9: from rewards (B, F) to (B, T), equal in all tokens of an answer."""
-    rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
+def outcome_advantages(rewards, rollout, config):
+    """Algorithm 1, line 9: from rewards (B,) to (B, T), equal in all tokens of an answer."""
     advantages = group_advantages(
         rewards, config.num_generations, scale_rewards=config.scale_rewards)    # (B,)
     return broadcast_advantages(advantages, rollout.completion_mask)
@@ -657,38 +731,80 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
     Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its
-        tokenizer. dataset: dicts with "prompt", ... compute_advantages: from rewards (B, F) to (B,)
-        or (B, T).
+        tokenizer. dataset: dicts with "prompt", ... compute_advantages: from rewards (B,), the
+        Rollout and the config to (B, T).
     Yields: after each step the state, the Rollout and the metrics, under TRL's names.
     """
     state = state or initial_state(policy, config)                              # line 1
     policy.eval()                                              # dropout would change π in each pass
-    on_policy = config.num_iterations * config.num_mini_batches == 1
+    num_updates = config.num_iterations * config.num_mini_batches
     while state.step < config.max_steps:                                        # 2, 4
         started = time.perf_counter()
         rng = step_rng(config, state.step)
         if config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                # 3: π_ref ← π_θ
-        examples = sample_batch(dataset, config, rng)                           # 5
-        rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7
-        rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8
-        advantages = compute_advantages(rewards_per_func, rollout, config)      # 9
-        # The weights are still those of line 6. With one update π_old is π_θ: no pass.
-        old_logps = None if on_policy else score_rollout(policy, rollout, config)       # 6
-        ref_logps = score_rollout(state.reference, rollout, config) if state.reference else None
-        updates = []
-        for rows in mini_batches(config, rng):                                  # 10, 11
-            updates.append(update_policy(
-                policy, state, rollout, rows, advantages, old_logps, ref_logps, config))
+
+        # Sample and compare. G answers to each prompt; how far is each above its group's mean?
+        examples = sample_batch(dataset, config, rng)                           # 5: P prompts
+        rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7: B answers
+        rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8: (B, F)
+        rewards = combine_rewards(rewards_per_func, config.reward_weights)      # (B,), r_i
+        advantages = compute_advantages(rewards, rollout, config)               # 9: (B, T)
+        mask = rollout.completion_mask                                          # (B, T)
+        if config.mask_truncated_completions:
+            mask = mask * rollout.terminated.unsqueeze(1)                       # (B, T)
+
+        # Score, before the weights move. With one update, its own log π is log π_old, too.
+        old_logps, ref_logps = None, None
+        if num_updates > 1:
+            old_logps = score_rollout(policy, rollout, config)                  # 6: (B, T)
+        if state.reference:
+            ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
+
+        # Learn. A row of advantages 0 has a gradient of 0 at beta 0: it counts, but is not passed.
+        learns = mask.any(1) & (advantages.any(1) | (config.beta > 0))          # (B,)
+        sums, differences = Counter(), [0.0]
+        for rows in mini_batches(config, rng):                                  # 10
+            num_tokens = mask[rows].sum().item()
+            learning = rows[learns[rows].cpu()]
+            for start in range(0, len(learning), config.per_device_train_batch_size):
+                part = learning[start:start + config.per_device_train_batch_size]
+                logps = score_rows(policy, rollout, part, config)               # (part, T)
+                old = logps.detach() if old_logps is None else old_logps[part]
+                ref = None if ref_logps is None else ref_logps[part]
+                loss, loss_metrics = grpo_loss(
+                    logps, advantages[part], mask[part], old_logps=old, ref_logps=ref,
+                    num_items_in_batch=num_tokens, num_rows_in_batch=len(rows),
+                    **loss_options(config))
+                loss.backward()                                # the gradients of parts add up
+                sums.update(loss=loss.item(), **loss_metrics)
+                differences.append((old - rollout.sampler_logps[part]).abs().max().item())
+            norm = torch.nn.utils.clip_grad_norm_(
+                policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
+            rate = learning_rate(config, state.step)
+            state.optimizer.param_groups[0]["lr"] = rate
+            state.optimizer.step()                                              # 11
+            state.optimizer.zero_grad()                        # sampling needs the memory
+            sums.update(grad_norm=norm.item())
+
         state.step += 1
-        metrics = step_metrics(rollout, reward_funcs, rewards_per_func, updates, config)
+        names = UPDATE_METRICS if ref_logps is None else [*UPDATE_METRICS, "kl"]
         yield state, rollout, {
-            "step": state.step, "step_time": time.perf_counter() - started, **metrics}
+            "step": state.step, "step_time": time.perf_counter() - started, "learning_rate": rate,
+            **sample_metrics(rollout, reward_funcs, rewards_per_func, rewards, config),
+            **{name: sums[name] / num_updates for name in names},
+            # If this is large: bf16, or a bug in positions, masks, the cache.
+            "sampling/sampling_logp_difference/max": max(differences)}
+
+
+UPDATE_METRICS = ["loss", "grad_norm", "clip_ratio/low_mean", "clip_ratio/high_mean",
+                  "clip_ratio/region_mean"]
 
 
 def initial_state(policy, config):
     """What a run carries from step to step besides the policy's weights."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    optimizer.zero_grad()                                      # a cold start leaves a gradient
     reference = copy.deepcopy(policy).eval() if config.beta > 0 else None       # π_ref
     return SimpleNamespace(step=0, optimizer=optimizer, reference=reference)
 
@@ -707,29 +823,50 @@ def sample_batch(dataset, config, rng):
     return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
 
 
+def reward_names(reward_funcs):
+    """What metrics and errors call the functions; of two with one name, the second is f_2."""
+    names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
+    counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+    return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts)]
+
+
+def is_reward(x):
+    """None, or a number that is finite in float32."""
+    try:
+        return x is None or bool(abs(x) < 3.4e38)
+    except (TypeError, ValueError, RuntimeError):              # a string, a list, an array
+        return False
+
+
 def compute_rewards(reward_funcs, rollout):
     """Algorithm 1, line 8: what each function says of each completion, (B, F), None as NaN."""
     B = len(rollout.examples)
     ids = [row[mask != 0].tolist()
            for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     columns = {name: [row[name] for row in rollout.examples] for name in rollout.examples[0]}
-    columns |= dict(
-        prompts=columns.pop("prompt"), completions=rollout.completions, completion_ids=ids)
+    columns = dict(prompts=columns.pop("prompt"), completions=rollout.completions,
+                   completion_ids=ids, **columns)
     rewards_per_func = []
-    for function in reward_funcs:
-        returned = function(**copy.deepcopy(columns))          # what a function changes is its own
-        rewards = wrong = []
+    for name, function in zip(reward_names(reward_funcs), reward_funcs):
         try:
-            rewards = wrong = list(returned)                   # TypeError: it is a number
-            wrong = [x for x in rewards if x is not None and not math.isfinite(x)]
-        except (TypeError, ValueError, OverflowError):         # strings, a matrix: all are wrong
-            pass
+            inspect.signature(function).bind(**columns)
+        except TypeError as error:                             # a column too few, or no **columns
+            raise InputError(f"reward_funcs: {name}: {error}; allowed are arguments among "
+                             f"{list(columns)}, and **columns for the others") from error
+        returned = function(**copy.deepcopy(columns))          # what a function changes is its own
+        is_list = hasattr(returned, "__iter__") and not isinstance(returned, dict | set)
+        rewards = list(returned) if is_list else []
+        wrong = [x for x in rewards if not is_reward(x)]
         if wrong or len(rewards) != B:
             count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
-            raise InputError(f"reward_funcs: {function.__name__} returned {count}"
-                             f"{wrong or returned!r:.60}; allowed are {B}, each a finite number or "
-                             "None")
+            raise InputError(f"reward_funcs: {name} returned {count}"
+                             f"{wrong or rewards or returned!r:.60}; "
+                             f"allowed are {B}, each a finite number or None")
         rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
+    for example, rewards in zip(rollout.examples, zip(*rewards_per_func)):
+        if all(map(math.isnan, rewards)):
+            raise InputError(f"reward_funcs: got None from each for the prompt "
+                             f"{example['prompt']!r:.60}; allowed is a number from one or more")
     return torch.tensor(rewards_per_func, device=rollout.completion_ids.device).T       # (B, F)
 
 
@@ -765,48 +902,8 @@ def learning_rate(config, step):
     return config.learning_rate * min(rising, falling)
 
 
-def update_policy(policy, state, rollout, rows, advantages, old_logps, ref_logps, config):
-    """Algorithm 1, line 11: one step of AdamW on the loss of these rows.
-
-    The gradients of parts add up. A row whose loss mask is empty, or whose advantages are 0 at beta
-    0, has a gradient of 0: it is skipped, and counts in the denominators. If no row learns, no
-    weight moves.
-    """
-    mask = rollout.loss_mask                                                    # (B, T)
-    num_tokens = mask[rows].sum().item()
-    has_advantage = advantages.reshape(len(mask), -1).any(1)                    # (B,)
-    learns = mask.any(1) & (has_advantage | (config.beta > 0))                  # (B,)
-    learning = rows[learns[rows].cpu()]
-    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    metrics = dict.fromkeys(names if ref_logps is None else [*names, "kl"], 0.0)
-    sampler_difference = 0.0        # if large: bf16, or a bug in positions, masks, the cache
-    state.optimizer.zero_grad()
-    parts = learning.split(config.per_device_train_batch_size) if len(learning) > 0 else []
-    for part in parts:
-        logps = score_rows(policy, rollout, part, config)                       # (part, T)
-        old = logps.detach() if old_logps is None else old_logps[part]          # (part, T)
-        loss, part_metrics = grpo_loss(
-            logps, advantages[part], mask[part], old_logps=old,
-            ref_logps=None if ref_logps is None else ref_logps[part],
-            num_items_in_batch=num_tokens, num_rows_in_batch=len(rows), **loss_options(config))
-        loss.backward()
-        for name, value in {"loss": loss.item(), **part_metrics}.items():
-            metrics[name] += value
-        differences = (old - rollout.sampler_logps[part]).abs()                 # (part, T)
-        sampler_difference = max(sampler_difference, differences.max().item())
-    group, = state.optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(
-        group["params"], config.max_grad_norm or math.inf, error_if_nonfinite=True)
-    group["lr"] = learning_rate(config, state.step)
-    state.optimizer.step()
-    state.optimizer.zero_grad()                                # sampling needs the memory
-    return metrics | {"grad_norm": norm.item(), "learning_rate": group["lr"],
-                      "sampling/sampling_logp_difference/max": sampler_difference}
-
-
-def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
-    """The metrics of a step's samples and updates; None for a function that gave no reward."""
-    rewards = combine_rewards(rewards_per_func, config.reward_weights)          # (B,)
+def sample_metrics(rollout, reward_funcs, rewards_per_func, rewards, config):
+    """What a step's samples show; None for a function that gave no reward."""
     mask = rollout.completion_mask                                              # (B, T)
     silent = group_stats(rewards, config.num_generations)[1] == 0               # (P,)
     metrics = {
@@ -816,13 +913,9 @@ def step_metrics(rollout, reward_funcs, rewards_per_func, updates, config):
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),     # share cut off
         "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # an estimate
-    for function, rewards_of_function in zip(reward_funcs, rewards_per_func.T):
-        metrics[f"rewards/{function.__name__}/mean"] = rewards_of_function.nanmean()
-    metrics = {name: None if x.isnan() else x.item() for name, x in metrics.items()}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        metrics[name] = max(values) if name.endswith("/max") else sum(values) / len(values)
-    return metrics
+    for name, rewards_of_function in zip(reward_names(reward_funcs), rewards_per_func.T):
+        metrics[f"rewards/{name}/mean"] = rewards_of_function.nanmean()
+    return {name: None if x.isnan() else x.item() for name, x in metrics.items()}
 
 
 # §11 The demo's task ------------------------------------------------------------------------------
@@ -889,6 +982,16 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 
 # §12 Command line ---------------------------------------------------------------------------------
 
+def is_prompt(prompt):
+    """A text, or messages with roles and contents, the last of them not the assistant's."""
+    if isinstance(prompt, str) or not prompt:
+        return bool(prompt)
+    whole = isinstance(prompt, list) and all(
+        isinstance(message, dict) and message.get("role") and message.get("content")
+        for message in prompt)
+    return whole and prompt[-1]["role"] != "assistant"
+
+
 def load_dataset(path):
     """Read JSON Lines: "prompt" (all texts, or all messages), further columns, those of line 1."""
     rows = []
@@ -901,13 +1004,16 @@ def load_dataset(path):
             row = json.loads(line)                             # UTF-8
         except ValueError as error:
             raise InputError(f"{got} is not JSON") from error
+        if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
+            raise InputError(f"{got} has no prompt; allowed is a text, or messages of a role and a "
+                             "content, the last not the assistant's")
         rows.append(row)
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not prompt or not isinstance(prompt, str | list):
-            raise InputError(f"{got} has no prompt; allowed is a text, or messages")
-        if row.keys() != rows[0].keys() or type(prompt) is not type(rows[0]["prompt"]):
+        if row.keys() != rows[0].keys() or type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
                              f"allowed is {list(rows[0])}")
+        if not row.keys().isdisjoint({"prompts", "completions", "completion_ids"}):
+            raise InputError(f"{got} has a column that reward functions get from grpo.py; allowed "
+                             "are other names than prompts, completions, completion_ids")
     if not rows:
         raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
@@ -922,22 +1028,36 @@ def load_model(name, seed=0):
     if not os.path.isdir(name):
         print(name, "is not a folder here: asking the hub", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
+    if found["missing_keys"]:                                  # transformers has drawn them
+        raise InputError(f"model: got {name} without {sorted(found['missing_keys'])}; allowed is a "
+                         "checkpoint of all weights")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer
 
 
 def load_reward_func(name):
-    """A reward function: built in, or f of a user's file, my_rewards.py:f."""
+    """A reward function under this name: built in, or f of a user's file, my_rewards.py:f."""
     functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
-    path, _, function = name.rpartition(":")
+    path, _, attribute = name.rpartition(":")
     if os.path.isfile(path):
+        path = os.path.abspath(path)
         sys.path.append(os.path.dirname(path))                 # for what it imports
-        functions[name] = runpy.run_path(path).get(function)
+        module_name = Path(path).stem
+        spec = importlib.util.find_spec(module_name)
+        if spec is None or spec.origin != path:                # another module is called so
+            module_name, spec = path, importlib.util.spec_from_file_location(path, path)
+        if module_name not in sys.modules:                     # else of another function's word
+            module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        functions[name] = getattr(sys.modules[module_name], attribute, None)
     if not callable(functions.get(name)):
         raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
                          "FILE.py:f with a function f of a file")
-    return functions[name]
+    named = functools.partial(functions[name])
+    named.__name__ = name
+    return named
 
 
 def save_checkpoint(policy, tokenizer, state, config, folder):
@@ -956,15 +1076,19 @@ def save_checkpoint(policy, tokenizer, state, config, folder):
 
 
 def checkpoints_in(folder):
-    """The folders checkpoint-STEP: not checkpoint-STEP.new, nor a user's copy."""
-    return [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    """The folders checkpoint-STEP by STEP: not checkpoint-STEP.new, nor a user's copy."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
 
 
 def load_checkpoint(state, saved):
     """Set the step, the optimizer and the reference model to those of a checkpoint."""
     state.step = saved["step"]
     state.optimizer.load_state_dict(saved["optimizer"])
-    if state.reference and saved["reference"]:
+    if state.reference:
+        if not saved["reference"]:                             # π_ref would be the resumed policy
+            raise InputError("beta: got more than 0; allowed is 0, as in the resumed run: its "
+                             "checkpoint has no reference model")
         state.reference.load_state_dict(saved["reference"])
 
 
@@ -982,35 +1106,69 @@ def parse_options(argv):
     parser.add_argument(
         "--output_dir", help="a folder without a checkpoint (a new one, or the resumed run's)")
     parser.add_argument(
-        "--resume_from_checkpoint", help="a checkpoint-STEP folder; repeat model, data, rewards")
+        "--resume_from_checkpoint",
+        help="a checkpoint-STEP, or a run's folder: its newest; repeat model, data, rewards")
     options, saved = parser.parse_args(argv), None             # for what sets the defaults
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
         parser.set_defaults(**TINY, reward_funcs=["accuracy", "think_format"])
-    if options.resume_from_checkpoint:
-        path = f"{options.resume_from_checkpoint}/trainer_state.pt"
+    checkpoint = options.resume_from_checkpoint and Path(options.resume_from_checkpoint)
+    if checkpoint:
+        checkpoint = [checkpoint, *checkpoints_in(checkpoint)][-1]
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = torch.load(
+                checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
+            saved["metrics"] = (checkpoint / "metrics.jsonl").read_text()
             parser.set_defaults(**saved["config"])             # a flag overrides it
         except Exception as error:                             # no such file, or another's
-            raise InputError(f"resume_from_checkpoint: got {path}; allowed is a file of a run's "
-                             f"checkpoint ({error})") from error
-    return *parser.parse_args_into_dataclasses(argv, look_for_args_file=False), saved
+            raise InputError(f"resume_from_checkpoint: got {checkpoint}; allowed is a run's folder "
+                             f"or checkpoint ({error})") from error
+    config, options = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    options.resume_from_checkpoint = checkpoint
+    return config, options, saved
 
 
-def choose_output_dir(options):
-    """A folder without a checkpoint, or the folder of the resumed checkpoint."""
-    checkpoint = options.resume_from_checkpoint
-    home = checkpoint and Path(checkpoint).resolve().parent
+def claim_folder(options):
+    """The folder of a run, its metrics.jsonl, locked for this run, and which paths are new."""
+    import fcntl                                               # not on Windows
+    home = options.resume_from_checkpoint and options.resume_from_checkpoint.resolve().parent
     free, number = "grpo-output", 1
     while os.path.exists(free):
         number += 1
         free = f"grpo-output-{number}"
     folder = Path(options.output_dir or home or free)
-    if folder.is_file() or (checkpoints_in(folder) and folder.resolve() != home):
+    paths = folder / "metrics.jsonl", folder, *folder.parents
+    new = [path for path in paths if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(options.output_dir or home))
+        log = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise InputError(f"output_dir: got {folder}; allowed is a folder that can be written, and "
+                         f"in which no other run is ({error})") from error
+    if checkpoints_in(folder) and folder.resolve() != home:
         raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
-    return folder
+    return folder, log, new
+
+
+def try_out(policy, ids):
+    """Sample two tokens after a prompt and after its end alone, padded; score them without padding.
+
+    Models without a cache fail; one that ignores position_ids gives other log-probs.
+    """
+    ids = ids.to(policy.device).repeat(2, 1)                                    # (2, L)
+    mask = torch.ones_like(ids)
+    half = ids.size(1) // 2
+    mask[1, :half] = 0
+    tokens, real, sampled = generate(
+        policy, ids, mask, max_completion_length=2, eos_token_ids=-1)           # (2, 2)
+    with torch.no_grad():
+        scored, _ = per_token_logps(policy, ids, mask, tokens, real)
+        alone, _ = per_token_logps(policy, ids[1:, half:], mask[1:, half:], tokens[1:], real[1:])
+    difference = max((scored - sampled).abs().max().item(), (scored[1:] - alone).abs().max().item())
+    if difference > 0.01:
+        raise InputError(f"its log-probs change by {difference:.2g} with padding")
 
 
 def load_job(config, options):
@@ -1019,6 +1177,7 @@ def load_job(config, options):
     reward_funcs = [load_reward_func(name) for name in names]
     if len(config.reward_weights or names) != len(names):
         raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
+    model = options.resume_from_checkpoint or options.model
     try:
         if options.model == "tiny":
             dataset, held_out = tiny_problems(config.seed)
@@ -1026,27 +1185,40 @@ def load_job(config, options):
             dataset, held_out = load_dataset(options.dataset), []
         if options.eval_dataset:
             held_out = load_dataset(options.eval_dataset)
-        for row in (dataset + held_out) if "accuracy" in names else []:
-            if "solution" not in row or (row["solution"] is None and names == ["accuracy"]):
-                raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
-        print(f"{options.model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
-        policy, tokenizer = load_model(options.resume_from_checkpoint or options.model, config.seed)
-    except (OSError, ValueError) as error:                     # the loaders' own
-        raise InputError(error) from error
-    longest = 0
+    except OSError as error:
+        raise InputError(f"dataset: {error}; allowed is FILE.jsonl") from error
+    for row in (dataset + held_out) if "accuracy" in names else []:
+        is_scored = accuracy_reward([""], [row.get("solution")]) != [None]
+        if not is_scored and (len(names) == 1 or "solution" not in row):
+            raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution")
+    print(f"{model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
+    if config.full_determinism:                                # before CUDA starts
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        policy, tokenizer = load_model(model, config.seed)
+        policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    except Exception as error:                                 # the loaders', of any class
+        raise InputError(f"model: got {model}; {error}") from error
+    longest, size = torch.ones(1, 0), policy.get_input_embeddings().weight.size(0)
     for row in dataset + held_out:
         try:
-            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")
+            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")          # (1, L)
+            if ids.max() >= size:
+                raise InputError(f"token {ids.max()} is not among the model's {size}")
         except Exception as error:                             # the tokenizer's, of any class
             raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
-        longest = max(longest, ids.size(1))
-    room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
+        longest = ids if ids.size(1) > longest.size(1) else longest
+    room = getattr(policy.config, "max_position_embeddings", math.inf) - longest.size(1)
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
-                         f"up to {room} after a prompt of {longest} tokens")
+                         f"up to {room} after a prompt of {longest.size(1)} tokens")
+    try:
+        try_out(policy, longest)
+    except Exception as error:
+        raise InputError(f"model: got {model}; a trial of two tokens failed: {error!r}") from error
     if policy.num_parameters() < 10**6:
         torch.set_num_threads(1)                               # several would wait for each other
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
     if options.model == "tiny" and not options.resume_from_checkpoint:
         cold_start(policy, tokenizer, dataset, config.seed)
     return policy, tokenizer, dataset, reward_funcs, held_out
@@ -1054,35 +1226,47 @@ def load_job(config, options):
 
 def run(config, options, saved, argv):
     """The job of a command line."""
-    folder, checkpoint, log = choose_output_dir(options), None, ""
+    folder, log, new = claim_folder(options)
+    checkpoint, first = None, math.inf
     try:
         policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
         state = initial_state(policy, config)
         if saved:
-            checkpoint = options.resume_from_checkpoint
-            log = Path(checkpoint, "metrics.jsonl").read_text()
             load_checkpoint(state, saved)
+            checkpoint = options.resume_from_checkpoint
+            for name, value in saved["config"].items():
+                if vars(config)[name] != value:
+                    print(f"{name} {value} -> {vars(config)[name]}")
+            if state.step >= config.max_steps:
+                print(f"nothing left to do: step {state.step} of max_steps {config.max_steps}")
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+        first = state.step
+        log.truncate(0)                                        # what another run has left here
+        log.write(saved["metrics"] if saved else "")
         steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
         for _, _, metrics in tqdm(
                 steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
-            log += json.dumps(metrics, allow_nan=False) + "\n"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "metrics.jsonl").write_text(log)
+            log.write(json.dumps(metrics, allow_nan=False) + "\n")
+            log.flush()
             if state.step % math.ceil(config.max_steps / 10) == 0:
-                tqdm.write("  step {step}: reward {reward:.2f}, entropy {entropy:.2f}, clip_ratio "
-                           "{clip_ratio/region_mean:.1%}".format_map(metrics))
+                tqdm.write("  step {step}: reward {reward:.2f}, silent groups "
+                           "{frac_reward_zero_std:.0%}, entropy {entropy:.2f}, {step_time:.2f} s"
+                           .format_map(metrics))
             if state.step % config.save_steps == 0 or state.step == config.max_steps:
                 checkpoint = save_checkpoint(policy, tokenizer, state, config, folder)
                 for path in set(checkpoints_in(folder)) - {checkpoint}:
                     shutil.rmtree(path)
-    except BaseException as error:                             # Ctrl-C, too
-        if checkpoint:                                         # without one it starts again
+    except BaseException as error:
+        if checkpoint and (state.step > first or isinstance(error, KeyboardInterrupt)):
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
-        if checkpoint or not isinstance(error, InputError):    # else the run is refused
-            print("stopped; to go on:", shlex.join(["python", sys.argv[0], *argv]))
+            error.add_note("stopped; to go on: " + shlex.join(["python", sys.argv[0], *argv]))
         raise
+    finally:
+        is_empty = log.tell() == 0
+        log.close()
+        for path in new if is_empty else []:                   # a refused run leaves nothing
+            path.rmdir() if path.is_dir() else path.unlink()
     print(f"the model and metrics.jsonl are in {checkpoint}")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
@@ -1097,14 +1281,13 @@ def main(argv):
     logging.disable_progress_bar()
     try:
         run(*parse_options(argv), argv)
-    except InputError as error:
-        print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except (InputError, KeyboardInterrupt) as error:           # of others Python shows a traceback
+        if isinstance(error, InputError):
+            print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
+        print(*getattr(error, "__notes__", []), sep="\n")
+        return 2 if isinstance(error, InputError) else 130
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)         # kill stops as Ctrl-C does
     sys.exit(main(sys.argv[1:]))

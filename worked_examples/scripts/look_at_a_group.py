@@ -23,9 +23,9 @@ import transformers
 import grpo
 
 METHODS = {                                                             # options of grpo_loss, as on page 10
-    "grpo": dict(loss_type="grpo"),
+    "grpo": dict(loss_type="grpo", epsilon_high=0.2),
     "dapo": dict(loss_type="dapo", epsilon_high=0.28),
-    "dr_grpo": dict(loss_type="dr_grpo"),
+    "dr_grpo": dict(loss_type="dr_grpo", epsilon_high=0.2),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
     "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
     "sapo": dict(loss_type="grpo", policy_loss="sapo"),
@@ -54,7 +54,8 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
         rng = grpo.step_rng(config, step)
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
         rewards_per_func = grpo.compute_rewards(reward_funcs, rollout)
-        advantages = grpo.outcome_advantages(rewards_per_func, rollout, config)
+        rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
+        advantages = grpo.outcome_advantages(rewards, rollout, config)
         texts = rollout.completions
         if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
             return rollout, rewards_per_func, advantages
@@ -113,10 +114,18 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
             return [numbers(row[:len(ids)]) for row, ids in zip(x, answers)]
         return [None if value != value else float(f"{value:.7g}") for value in x.tolist()]
 
-    rows, state, updates = torch.arange(len(answers)), grpo.initial_state(policy, config), []
+    mask, rows, updates = rollout.completion_mask, torch.arange(len(answers)), []
+    if config.mask_truncated_completions:
+        mask = mask * rollout.terminated.unsqueeze(1)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=grpo.learning_rate(config, 0), weight_decay=0.0)
     for u in range(config.num_iterations + 1):
         if u > 0:                                                       # at first the reference is the policy
-            grpo.update_policy(policy, state, rollout, rows, advantages, updates[0], updates[0], config)
+            optimizer.zero_grad()
+            loss, _ = grpo.grpo_loss(grpo.score_rows(policy, rollout, rows, config), advantages, mask,
+                                     old_logps=updates[0], ref_logps=updates[0], **grpo.loss_options(config))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or float("inf"))
+            optimizer.step()
         updates.append(grpo.score_rollout(policy, rollout, config))     # (B, T)
         for fork in forks:
             probs = next_token_probs(policy, question, fork["prefix"], config.temperature)
@@ -129,18 +138,18 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
     named = lambda ids: [names[token] for token in ids]
     methods = {}
     for name, options in METHODS.items():
-        options = dict(policy_loss="clip", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2,
+        options = dict(policy_loss="clip", importance_sampling_level="token", epsilon_low=0.2,
                        max_completion_length=config.max_completion_length) | options
-        weights = [pushes(logps, updates[0], advantages, rollout.loss_mask, options) for logps in updates]
+        weights = [pushes(logps, updates[0], advantages, mask, options) for logps in updates]
         methods[name] = {"options": options, "weights": [numbers(x) for x in weights]}
     rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
     mean, std = grpo.group_stats(rewards, len(rewards))
     return {
         "prompt": tokenizer.decode(question, skip_special_tokens=True),
         "rewards": numbers(rewards), "mean": mean.item(), "std": std.item(), "advantages": numbers(advantages[:, 0]),
-        "rewards_per_func": {f.__name__: numbers(column) for f, column in zip(reward_funcs, rewards_per_func.T)},
+        "rewards_per_func": dict(zip(grpo.reward_names(reward_funcs), map(numbers, rewards_per_func.T))),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
-        "counts": rollout.loss_mask.sum(1).tolist(), "entropies": numbers(entropies),
+        "counts": mask.sum(1).tolist(), "entropies": numbers(entropies),
         "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
         "forks": [fork | {"prefix": named(fork["prefix"]), "words": named(fork["words"])} for fork in forks],
         "run": grpo.loss_options(config) | {"scale_rewards": config.scale_rewards}}

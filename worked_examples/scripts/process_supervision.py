@@ -31,18 +31,18 @@ def split_steps(ids):
     return [step for step in steps if step]
 
 
-def compute_advantages(rewards_per_func, rollout, config):
+def compute_advantages(rewards, rollout, config):
     """Line 9 of Algorithm 1 under process supervision, (B, T). The rewards of the whole answers are not used."""
-    rewards, ends = [], []
+    step_rewards, ends = [], []
     for example, ids, mask in zip(rollout.examples, rollout.completion_ids, rollout.completion_mask):
         trace = grpo.teacher_trace(example["prompt"], forgets_carry=False)
         right = split_steps(TOKENIZER(trace)["input_ids"])
         steps = split_steps(ids[mask != 0].tolist())
-        rewards.append(torch.tensor([float(right[j:j + 1] == [step]) for j, step in enumerate(steps)]))
+        step_rewards.append(torch.tensor([float(right[j:j + 1] == [step]) for j, step in enumerate(steps)]))
         ends.append(torch.tensor([len(step) for step in steps]).cumsum(0) - 1)          # the last token of each
-    rewards = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True, padding_value=math.nan)       # (B, S)
+    step_rewards = torch.nn.utils.rnn.pad_sequence(step_rewards, batch_first=True, padding_value=math.nan)       # (B, S)
     ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
-    return grpo.process_advantages(rewards, ends, rollout.completion_mask, config.num_generations)
+    return grpo.process_advantages(step_rewards, ends, rollout.completion_mask, config.num_generations)
 
 
 if __name__ == "__main__":
