@@ -106,28 +106,16 @@ def clipping():
     return figure
 
 
-def real_model():
-    """Page 7: real_model.csv."""
-    lines = csv("real_model.csv")
-    figure = Figure()
-    panel = figure.subplots()
-    for run, colour in ("seed 42", BLUE), ("seed 43", ORANGE), ("seed 44", INK):
-        right = lines["reward"][lines["run"] == run]
-        smooth = [right[max(0, i - 2):i + 1].mean() for i in range(30)]         # a step has four prompts
-        panel.plot(range(1, 31), smooth, color=colour, lw=2, label=run)
-    panel.set(xlabel="step", ylabel="right answers of a step", ylim=(0, 1), title="Three seeds learn")
-    panel.legend()
-    return figure
-
-
-def two_digit_sums():
-    """Page 6: two_digit_sums.csv, three runs of page 7's model on a GPU."""
-    lines = csv("two_digit_sums.csv")
+def three_seeds(name):
+    """Pages 6 and 7: runs of a real model; a line is the mean of up to three steps."""
+    lines = csv(f"{name}.csv")
     figure = Figure(figsize=(9.4, 2.9))
     drawn = ("Right answers", "reward"), ("Silent groups", "silent"), ("Entropy (nats, log scale)", "entropy")
     for panel, (title, metric) in zip(figure.subplots(1, 3), drawn):
-        for seed, colour in (42, BLUE), (44, INK), (43, ORANGE):
-            panel.plot(range(1, 101), lines[metric][lines["seed"] == seed], color=colour, lw=1.5, label=f"seed {seed}")
+        for run, colour in ("seed 42", BLUE), ("seed 44", INK), ("seed 43", ORANGE):
+            values = lines[metric][lines["run"] == run]
+            smooth = [values[max(0, i - 2):i + 1].mean() for i in range(len(values))]
+            panel.plot(range(1, len(values) + 1), smooth, color=colour, lw=1.8, label=run)
         panel.set(xlabel="step", title=title)
     panel.set_yscale("log")
     figure.axes[0].legend()
@@ -153,8 +141,8 @@ def two_runs():
     return figure
 
 
-DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": clipping, "real_model": real_model,
-            "two_digit_sums": two_digit_sums, "two_runs": two_runs}
+DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": clipping, "two_runs": two_runs,
+            "real_model": lambda: three_seeds("real_model"), "two_digit_sums": lambda: three_seeds("two_digit_sums")}
 
 # The runs -------------------------------------------------------------------------------------------------------------
 

@@ -147,11 +147,11 @@ def test_the_numbers_of_page_06s_runs():
     assert [seed for seed, _ in rows] == ["42", "43", "44"]
     table = figures.csv("two_digit_sums.csv")
     for seed, cells in rows:
-        run = table[table["seed"] == int(seed)]
+        run = table[table["run"] == f"seed {seed}"]
         means = [run[-10:][metric].mean() for metric in ("silent", "entropy", "reward")]
         numbers = [run["silent"][0], means[0], run["entropy"][0], *means[1:]]
         assert [float(cell) for cell in cells.split(" | ")] == pytest.approx(numbers, abs=5.1e-3), seed
-    stuck, others = table[table["seed"] == 43], table[table["seed"] != 43]
+    stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
     assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right
