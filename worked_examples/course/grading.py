@@ -58,11 +58,11 @@ def enter(path):
 
 
 def examine(path, name, laws):
-    """Put this function of a file into grpo.py and ask: {mark: why its points are lost, or ""}."""
+    """Put this function of a file into grpo.py and ask: {mark: why its points are lost, or ""}, or why all are."""
     enter(path)
     mine, lost = sys.modules["your_file"], {}
     if not check.is_written(mine, name):
-        return dict.fromkeys(laws, "not written")
+        return "not written"
     check.put(mine, [name])
     for mark, asked in laws.items():                                    # the formula first
         reasons = (f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
@@ -102,7 +102,12 @@ def grade(path, word="", json_file=None):
                 why = lost if isinstance(lost, str) else lost[mark]
                 points = FORMULA.get(name, 2) if mark == "formula" else 1
                 tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
-                print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
+                if why != "not written":
+                    print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
+    missing = [test for test in tests if test["output"] == "not written"]
+    if missing:
+        names = dict.fromkeys(test["name"].split(",")[0] for test in missing)
+        print(f"{'not written':40}0 of {sum(test['max_score'] for test in missing)}  {', '.join(names)}")
     score, highest = (sum(test[key] for test in tests) for key in ("score", "max_score"))
     print(f"{'all':39}{score} of {highest}")
     if json_file:

@@ -88,9 +88,11 @@ def grade_all(path, files):
 def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
     """An exit, a sign, a hang lose their points, with a reason, but none of their callers; nothing earns nothing"""
     files = {"loss": WRONG, "clip_ratio": WRONG, "group_stats": WRONG, "": NOTHING, "kl": "import grpo",
-             "aggregate": new.read_text(encoding="utf-8")}
+             "group": new.read_text(encoding="utf-8")}
     grades = grading.in_a_process(grade_all, tmp_path / "my_grpo.py", files)
-    assert "hello" not in capfd.readouterr().out                        # what a file prints
+    out = capfd.readouterr().out
+    assert "hello" not in out                                           # what a file prints
+    assert re.findall("^not written  .*", out, re.M) == [f"{'not written':40}0 of 10  group_stats, group_advantages"]
     assert [code for code, _ in grades.values()] == [1, 1, 0, 1, 1, 1]
     lost = {"clipped_surrogate_loss": "= -1 × expected", "sapo_loss": "code 0", "clip_ratio": "1 seconds"}
     for word in ("loss", "clip_ratio", "group_stats"):
@@ -98,7 +100,7 @@ def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
             function, mark = test["name"].split(", ")
             assert test["score"] == (0 if function in lost else test["max_score"]), test
             assert mark != "formula" or lost.get(function, "") in test["output"]
-    for word, reason in {"": "", "aggregate": "not written", "kl": "ModuleNotFoundError"}.items():
+    for word, reason in {"": "", "group": "not written", "kl": "ModuleNotFoundError"}.items():
         assert all(test["score"] == 0 and reason in test["output"] for test in grades[word][1]), grades[word]
     points = map(int, re.findall(r"^\| [^|]* \| (\d+) \|$", homework.COURSE, re.M))
     assert sum(test["max_score"] for test in grades[""][1]) == sum(points)
