@@ -236,16 +236,16 @@ def test_the_numbers_of_the_demos_runs():
     for name, cells in rows:
         means = [good[name][:10].mean(), good[name][-10:].mean(), collapse[name][-10:].mean()]
         assert [float(cell) for cell in cells.split(" | ")] == approx(means, abs=6e-4), name
-    right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
+    right, entropy = collapse["rewards/accuracy/mean"], collapse["entropy"]
     on_page("11", "0.45 0.20 0.07 0.03 0.45", right[:3], entropy[0], entropy.max())
     assert right[3:].max() < 0.08
     assert (collapse["grad_norm"] == 0).sum() == (collapse["frac_reward_zero_std"] == 1).sum() == 14
     assert len(collapse) == 60 and (good["grad_norm"] > 0).all()
     assert abs(good["loss"]).max() < 0.06 and abs(collapse["loss"]).max() < 0.06
     first, last = ten[ten["step"] <= 10], ten[ten["step"] > 50]         # of ten seeds
-    for name, rises in (("rewards/accuracy_reward/mean", True), ("entropy", False), ("frac_reward_zero_std", True)):
+    for name, rises in (("rewards/accuracy/mean", True), ("entropy", False), ("frac_reward_zero_std", True)):
         assert (last[name].mean() > first[name].mean()) == rises
-    right, quiet, entropy = good["rewards/accuracy_reward/mean"], good["frac_reward_zero_std"], good["entropy"]
+    right, quiet, entropy = good["rewards/accuracy/mean"], good["frac_reward_zero_std"], good["entropy"]
     assert entropy[1:6].mean() > entropy[0] > entropy[-10:].mean()      # up, then down beyond the start
     assert quiet[1:6].mean() < quiet[0] < quiet[-10:].mean()            # down, then up beyond it
     assert 1 - right[-10:].mean() < quiet[-10:].mean() / 4              # few silent groups can be wrong ones
