@@ -611,10 +611,11 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
         sampler, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
         eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
         temperature=config.temperature, uniforms=uniforms)
-    # The text is what the model wrote, <think> as a special token included, without EOS, padding.
-    written = [ids[(mask != 0) & ~torch.isin(ids, eos)]
-               for ids, mask in zip(completion_ids, completion_mask)]
-    completions = tokenizer.batch_decode(written, clean_up_tokenization_spaces=False)
+    # A text is without EOS and padding; other special tokens, as <think> may be one, stay.
+    unwritten = {*eos.tolist(), tokenizer.pad_token_id}
+    completions = tokenizer.batch_decode(
+        [[token for token in row if token not in unwritten] for row in completion_ids.tolist()],
+        clean_up_tokenization_spaces=False)
     if not isinstance(prompts[0], str):                        # a chat template may open a thought
         opened = "<think>" * tokenizer.decode(prompt_ids[0]).rstrip().endswith("<think>")
         completions = [[{"role": "assistant", "content": opened + text}] for text in completions]
@@ -824,10 +825,9 @@ def sample_batch(dataset, config, rng):
 
 
 def reward_names(reward_funcs):
-    """What metrics and errors call the functions; of two with one name, the second is f_2."""
+    """What metrics and errors call the functions: those of one name by name and place, f_0, f_1."""
     names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
-    counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
-    return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts)]
+    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
 
 def is_reward(x):
@@ -843,17 +843,18 @@ def compute_rewards(reward_funcs, rollout):
     B = len(rollout.examples)
     ids = [row[mask != 0].tolist()
            for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
-    columns = {name: [row[name] for row in rollout.examples] for name in rollout.examples[0]}
-    columns = dict(prompts=columns.pop("prompt"), completions=rollout.completions,
-                   completion_ids=ids, **columns)
+    given = dict(completions=rollout.completions, completion_ids=ids,
+                 prompts=[row["prompt"] for row in rollout.examples])
+    columns = {name: [row[name] for row in rollout.examples]
+               for name in rollout.examples[0] if name != "prompt"}
     rewards_per_func = []
     for name, function in zip(reward_names(reward_funcs), reward_funcs):
         try:
-            inspect.signature(function).bind(**columns)
-        except TypeError as error:                             # a column too few, or no **columns
+            inspect.signature(function).bind(**given, **columns)
+        except TypeError as error:                             # one missing or twice, no **columns
             raise InputError(f"reward_funcs: {name}: {error}; allowed are arguments among "
-                             f"{list(columns)}, and **columns for the others") from error
-        returned = function(**copy.deepcopy(columns))          # what a function changes is its own
+                             f"{[*given, *columns]}, and **columns for the others") from error
+        returned = function(**copy.deepcopy(given | columns))  # what it changes is its own
         is_list = hasattr(returned, "__iter__") and not isinstance(returned, dict | set)
         rewards = list(returned) if is_list else []
         wrong = [x for x in rewards if not is_reward(x)]
@@ -1011,9 +1012,6 @@ def load_dataset(path):
         if row.keys() != rows[0].keys() or type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
                              f"allowed is {list(rows[0])}")
-        if not row.keys().isdisjoint({"prompts", "completions", "completion_ids"}):
-            raise InputError(f"{got} has a column that reward functions get from grpo.py; allowed "
-                             "are other names than prompts, completions, completion_ids")
     if not rows:
         raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
     return rows
@@ -1044,14 +1042,13 @@ def load_reward_func(name):
     if os.path.isfile(path):
         path = os.path.abspath(path)
         sys.path.append(os.path.dirname(path))                 # for what it imports
-        module_name = Path(path).stem
-        spec = importlib.util.find_spec(module_name)
-        if spec is None or spec.origin != path:                # another module is called so
-            module_name, spec = path, importlib.util.spec_from_file_location(path, path)
-        if module_name not in sys.modules:                     # else of another function's word
-            module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        functions[name] = getattr(sys.modules[module_name], attribute, None)
+        module_name = Path(path).stem                          # by it a worker process finds f
+        if module_name in {*sys.modules, *sys.stdlib_module_names}:
+            module_name = path
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        functions[name] = getattr(module, attribute, None)
     if not callable(functions.get(name)):
         raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
                          "FILE.py:f with a function f of a file")
@@ -1086,9 +1083,6 @@ def load_checkpoint(state, saved):
     state.step = saved["step"]
     state.optimizer.load_state_dict(saved["optimizer"])
     if state.reference:
-        if not saved["reference"]:                             # π_ref would be the resumed policy
-            raise InputError("beta: got more than 0; allowed is 0, as in the resumed run: its "
-                             "checkpoint has no reference model")
         state.reference.load_state_dict(saved["reference"])
 
 
@@ -1152,23 +1146,18 @@ def claim_folder(options):
     return folder, log, new
 
 
-def try_out(policy, ids):
-    """Sample two tokens after a prompt and after its end alone, padded; score them without padding.
+def try_out(policy):
+    """Sample two tokens after a padded prompt; score them without padding and without a cache.
 
-    Models without a cache fail; one that ignores position_ids gives other log-probs.
+    A model without a cache fails; one that ignores position_ids gives other log-probs.
     """
-    ids = ids.to(policy.device).repeat(2, 1)                                    # (2, L)
-    mask = torch.ones_like(ids)
-    half = ids.size(1) // 2
-    mask[1, :half] = 0
-    tokens, real, sampled = generate(
-        policy, ids, mask, max_completion_length=2, eos_token_ids=-1)           # (2, 2)
+    ids = torch.arange(1, 9, device=policy.device).unsqueeze(0)                 # (1, 8)
+    mask = (ids > 4).long()
+    tokens, real, sampled = generate(policy, ids, mask, max_completion_length=2, eos_token_ids=-1)
     with torch.no_grad():
-        scored, _ = per_token_logps(policy, ids, mask, tokens, real)
-        alone, _ = per_token_logps(policy, ids[1:, half:], mask[1:, half:], tokens[1:], real[1:])
-    difference = max((scored - sampled).abs().max().item(), (scored[1:] - alone).abs().max().item())
-    if difference > 0.01:
-        raise InputError(f"its log-probs change by {difference:.2g} with padding")
+        scored, _ = per_token_logps(policy, ids[:, 4:], mask[:, 4:], tokens, real)
+    if not torch.allclose(scored, sampled, atol=0.01):
+        raise InputError(f"padding changes its log-probs from {scored} to {sampled}")
 
 
 def load_job(config, options):
@@ -1198,9 +1187,10 @@ def load_job(config, options):
     try:
         policy, tokenizer = load_model(model, config.seed)
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    except Exception as error:                                 # the loaders', of any class
-        raise InputError(f"model: got {model}; {error}") from error
-    longest, size = torch.ones(1, 0), policy.get_input_embeddings().weight.size(0)
+        try_out(policy)
+    except Exception as error:                                 # of any class
+        raise InputError(f"model: got {model}; {type(error).__name__}: {error}") from error
+    longest, size = 0, policy.get_input_embeddings().weight.size(0)
     for row in dataset + held_out:
         try:
             ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")          # (1, L)
@@ -1208,15 +1198,11 @@ def load_job(config, options):
                 raise InputError(f"token {ids.max()} is not among the model's {size}")
         except Exception as error:                             # the tokenizer's, of any class
             raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
-        longest = ids if ids.size(1) > longest.size(1) else longest
-    room = getattr(policy.config, "max_position_embeddings", math.inf) - longest.size(1)
+        longest = max(longest, ids.size(1))
+    room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
         raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
-                         f"up to {room} after a prompt of {longest.size(1)} tokens")
-    try:
-        try_out(policy, longest)
-    except Exception as error:
-        raise InputError(f"model: got {model}; a trial of two tokens failed: {error!r}") from error
+                         f"up to {room} after a prompt of {longest} tokens")
     if policy.num_parameters() < 10**6:
         torch.set_num_threads(1)                               # several would wait for each other
     if options.model == "tiny" and not options.resume_from_checkpoint:
@@ -1227,26 +1213,28 @@ def load_job(config, options):
 def run(config, options, saved, argv):
     """The job of a command line."""
     folder, log, new = claim_folder(options)
-    checkpoint, first = None, math.inf
+    checkpoint = None
     try:
         policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
         state = initial_state(policy, config)
         if saved:
+            if config.beta > 0 and not saved["reference"]:     # π_ref would be the resumed policy
+                raise InputError(f"beta: got {config.beta}; allowed is 0, as in the resumed run: "
+                                 "its checkpoint has no reference model")
             load_checkpoint(state, saved)
-            checkpoint = options.resume_from_checkpoint
-            for name, value in saved["config"].items():
-                if vars(config)[name] != value:
-                    print(f"{name} {value} -> {vars(config)[name]}")
+            for name, value in vars(config).items():
+                if value != saved["config"].get(name):
+                    print(f"{name} {saved['config'].get(name)} -> {value}")
             if state.step >= config.max_steps:
                 print(f"nothing left to do: step {state.step} of max_steps {config.max_steps}")
         if held_out:
             before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        first = state.step
         log.truncate(0)                                        # what another run has left here
         log.write(saved["metrics"] if saved else "")
         steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
         for _, _, metrics in tqdm(
                 steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
+            checkpoint = checkpoint or options.resume_from_checkpoint
             log.write(json.dumps(metrics, allow_nan=False) + "\n")
             log.flush()
             if state.step % math.ceil(config.max_steps / 10) == 0:
@@ -1258,7 +1246,7 @@ def run(config, options, saved, argv):
                 for path in set(checkpoints_in(folder)) - {checkpoint}:
                     shutil.rmtree(path)
     except BaseException as error:
-        if checkpoint and (state.step > first or isinstance(error, KeyboardInterrupt)):
+        if checkpoint:                                         # else the same command starts again
             argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
             error.add_note("stopped; to go on: " + shlex.join(["python", sys.argv[0], *argv]))
         raise
@@ -1267,7 +1255,7 @@ def run(config, options, saved, argv):
         log.close()
         for path in new if is_empty else []:                   # a refused run leaves nothing
             path.rmdir() if path.is_dir() else path.unlink()
-    print(f"the model and metrics.jsonl are in {checkpoint}")
+    print(f"the model and metrics.jsonl are in {checkpoint or options.resume_from_checkpoint}")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         since = f"; the first number is of step {saved['step']}" if saved else ""

@@ -1,7 +1,10 @@
 """What a run of grpo.py promises (§9-§12): a test's name is a promise, its docstring says it."""
 
+import argparse
+import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -97,6 +100,74 @@ def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
 
 # §10 What a step draws ------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2", "GPTNeoX", "Phi"])
+def test_the_loop_of_a_gpu_gives_the_tokens_of_the_plain_one(kind, monkeypatch):
+    """With a static cache and a step that could be recorded no row leaves, and what an ended row goes on with is cut
+    off: tokens, mask and log-probs are as without, for ragged prompts, two EOS, greedy and drawn."""
+    model = make_model(kind)
+    drawn = torch.rand(24, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [sample(model, uniforms) for uniforms in (drawn, None)]
+    steps, passes = [], passes_of(model)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(grpo, "recorded", lambda function, *inputs: steps.append(inputs) or function)
+    for uniforms, want in zip((drawn, None), wanted):
+        got = sample(model, uniforms)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        close(got[2], want[2], atol=1e-5, rtol=0)
+        assert [shape for *shape, _ in passes] == [[3, 4]] + [[24, 1]] * (got[0].size(1) - 1)
+        passes.clear()
+    assert steps and all([x.shape for x in inputs] == [(24, 1), (24, 1)] for inputs in steps)
+
+
+def test_a_step_that_cannot_be_recorded_is_called_as_it_is(monkeypatch):
+    """A capture that fails gives the function back; one that does not, what repeats it on the recorded memory."""
+    class Graph:
+        replay = lambda self: result.copy_(inputs[0] + inputs[1])
+
+    inputs, result = [], torch.zeros(2)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    step = lambda x, y: inputs.extend([x, y]) or result
+    given = torch.ones(2), torch.ones(2)
+    replay = grpo.recorded(step, *given)
+    assert replay(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])) is result and result.tolist() == [4.0, 6.0]
+    assert given[0].tolist() == [1.0, 1.0]                              # it has its own memory
+
+    def reads_the_cpu(x):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert grpo.recorded(reads_the_cpu, given[0]) is reads_the_cpu
+
+
+@draws(100)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.integers(0, 99))
+def test_a_uniform_number_chooses_the_first_token_whose_sum_is_above_it(weights, percent):
+    """The first v with Σ_{w<=v} p_w > u; one of probability 0 is not chosen"""
+    u = (percent + 0.5) / 100                                           # on no sum of these p
+    sums = list(itertools.accumulate(weight / sum(weights) for weight in weights))
+    want = next(v for v, total in enumerate(sums) if total > u)
+    logits = torch.tensor([weights], dtype=torch.float64).log()
+    chosen = grpo.choose_tokens(logits.expand(2, -1), torch.tensor([u, u], dtype=torch.float64))
+    assert chosen.tolist() == [want, want] and weights[want] > 0
+    assert grpo.choose_tokens(logits, None).item() == weights.index(max(weights))
+
+
+def test_a_reward_sees_the_text_that_the_model_wrote():
+    """Special tokens stay, EOS and padding do not; a chat's answer begins with the <think> that its template opens."""
+    tokenizer, config = chat_tokenizer(), grpo.GRPOConfig(**SMALL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    rng = numpy.random.default_rng(0)
+    r = grpo.sample_rollout(LLAMA, tokenizer, PROBLEMS[:2], config, rng)
+    words = [*tokenizer.convert_ids_to_tokens(range(17)), "", "", ""]   # the model has 20
+    written = [[words[i] for i in ids if i > 1] for ids in r.completion_ids.tolist()]
+    assert r.completions == ["".join(text) for text in written] and "<think>" in "".join(r.completions)
+    tokenizer.chat_template += "<think>"
+    chat = [{"prompt": [{"role": "user", "content": "1+2"}]}]
+    with mock.patch.object(tokenizer, "batch_decode", return_value=["a</think>b"]):
+        r = grpo.sample_rollout(LLAMA, tokenizer, chat, config)
+    assert r.completions == [[{"role": "assistant", "content": "<think>a</think>b"}]]
+    assert grpo.think_format_reward(r.completions) == [1.0]
+
+
 @draws(30)
 @given(st.integers(1, 12), st.integers(1, 24), st.integers(1, 3))
 def test_each_pass_deals_all_rows_to_the_mini_batches(groups, n, passes):
@@ -140,10 +211,10 @@ def first_two(completions, **kwargs):
     return [0.3 * (i < 2) + 0.5 * (i > 3) for i in range(len(completions))]             # the second group is silent
 
 
-def perturbed(rewards_per_func, rollout, config):
+def perturbed(rewards, rollout, config):
     """As if the sampler's log-prob of the first token were 0.25 too high"""
     rollout.sampler_logps[0, 0] += 0.25
-    return grpo.outcome_advantages(rewards_per_func, rollout, config)
+    return grpo.outcome_advantages(rewards, rollout, config)
 
 
 def assert_run_by_hand(**options):
@@ -223,12 +294,13 @@ def test_every_option_has_a_test_and_most_defaults_are_trls():
     default = vars(grpo.GRPOConfig())
     assert default == dict(
         learning_rate=1e-6, beta=0.0, num_iterations=1, epsilon=0.2, epsilon_high=None, delta=None, bf16=False, seed=42,
+        full_determinism=False,
         loss_type="dapo", scale_rewards="group", importance_sampling_level="token", num_generations=8, temperature=1.0,
         max_completion_length=512, mask_truncated_completions=False, max_grad_norm=1.0, sync_ref_model=False,
         ref_model_sync_steps=512, warmup_steps=0, reward_weights=None, save_steps=10,
         per_device_train_batch_size=8, generation_batch_size=64, policy_loss="clip", use_bias_correction_kl=False,
         max_steps=100, num_mini_batches=1)
-    tested = set(SMALL).union(*RUNS) | {"bf16", "seed", "save_steps"}   # these three elsewhere
+    tested = set(SMALL).union(*RUNS) | {"bf16", "seed", "save_steps", "full_determinism"}    # elsewhere
     assert tested == set(default), "an option without a test"
     grpo.GRPOConfig(epsilon=1.0, num_mini_batches=64), grpo.GRPOConfig(delta=1.2)           # at a limit it is taken
 
@@ -263,14 +335,35 @@ def test_a_pass_is_made_where_it_is_needed(options, rows):
 
 def test_without_the_pass_for_log_pi_old_the_weights_are_the_same_bits():
     """One update a step: π_old is π_θ, and ρ is 1 in value, not in gradient."""
-    (_, r, _), = steps_of(make_model("Llama"))
-    config, advantages, weights = grpo.GRPOConfig(**SMALL), torch.tensor(by_row(range(8))) - 1, []
-    for old_logps in (None, grpo.score_rollout(LLAMA, r, config)):
-        policy = make_model("Llama")
-        state = grpo.initial_state(policy, config)
-        grpo.update_policy(policy, state, r, torch.arange(8), advantages, old_logps, None, config)
-        weights.append(policy.lm_head.weight)
-    assert torch.equal(*weights) and not torch.equal(weights[0], LLAMA.lm_head.weight)
+    policy, twin = make_model("Llama"), make_model("Llama")
+    config, advantages = grpo.GRPOConfig(**SMALL), grpo.group_advantages(torch.tensor(by_row(range(8))), 4)
+    (_, r, _), = steps_of(policy)
+    rows, mask = advantages.nonzero()[:, 0], r.completion_mask
+    loss, _ = grpo.grpo_loss(grpo.score_rows(twin, r, rows, config), advantages[rows], mask[rows],
+                             old_logps=grpo.score_rollout(twin, r, config)[rows], num_items_in_batch=mask.sum().item())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.0).step()
+    assert torch.equal(policy.lm_head.weight, twin.lm_head.weight)
+    assert not torch.equal(policy.lm_head.weight, LLAMA.lm_head.weight)
+
+
+def test_a_debugger_sees_each_tensor_of_the_equations_in_the_frame_of_train():
+    """r_i, A, log π, log π_old, log π_ref, the loss; `up` twice from importance_ratio is train"""
+    callers, ratio = [], grpo.importance_ratio
+    with mock.patch.object(grpo, "importance_ratio", side_effect=lambda *args, **options: (
+            callers.append([frame.function for frame in inspect.stack()]), ratio(*args, **options))[1]):
+        steps = steps_of(make_model("Llama"), num_iterations=2, beta=0.1)
+        _, r, metrics = next(steps)
+    seen = steps.gi_frame.f_locals
+    B, T = r.completion_ids.shape
+    for name, shape in dict(rewards=(B,), advantages=(B, T), old_logps=(B, T), ref_logps=(B, T), logps=(B, T), mask=(B, T),
+                            loss=(), rewards_per_func=(B, 1)).items():
+        assert seen[name].shape == shape, name
+    assert seen["rewards"].tolist() == by_row(range(B)) and seen["logps"].requires_grad
+    for caller in callers:
+        below = [name for name in caller if name in vars(grpo)]
+        assert below[:2] == ["grpo_loss", "train"]
 
 
 def test_advantages_of_an_answers_tokens_that_add_up_to_0_move_weights():
@@ -281,12 +374,19 @@ def test_advantages_of_an_answers_tokens_that_add_up_to_0_move_weights():
     assert not torch.equal(policy.lm_head.weight, LLAMA.lm_head.weight)
 
 
-def test_bf16_is_autocast_in_sampling_and_scoring_over_float32_weights():
-    model = make_model("Llama")
-    passes = passes_of(model)
-    list(steps_of(model, bf16=True))
+def test_with_bf16_a_copy_of_the_weights_samples_and_autocast_scores():
+    """The policy's weights stay in float32, and are those that learn."""
+    model, tokenizer = make_model("Llama"), grpo.tiny_tokenizer()
+    passes, samplers = passes_of(model), []
+    with mock.patch.object(grpo, "generate", side_effect=lambda model, *args, generate=grpo.generate, **options: (
+            samplers.append(model), generate(model, *args, **options))[1]):
+        list(grpo.train(model, tokenizer, PROBLEMS[:6], [by_row], grpo.GRPOConfig(**SMALL, bf16=True)))
+    sampler, = samplers
     assert {dtype for _, _, dtype in passes} == {torch.bfloat16}
+    assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16} and sampler is not model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    close(sampler.lm_head.weight, LLAMA.lm_head.weight.bfloat16())
+    assert not torch.equal(model.lm_head.weight, LLAMA.lm_head.weight)
 
 
 def test_what_is_not_finite_ends_the_run_before_the_weights_change():
@@ -309,8 +409,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change():
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """Any callable gets prompts, completions, their ids without padding, and the dataset's columns, by row: copies.
     What it changes is its own: dataset, rollout, other rows and other functions keep what they had."""
-    dataset = [row | {"prompt": [{"role": "user", "content": row["prompt"][:-1]}], "completion_ids": None}
-               for row in PROBLEMS[:6]]
+    dataset = [row | {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]} for row in PROBLEMS[:6]]
     kept, tokenizer, seen = copy.deepcopy(dataset), chat_tokenizer(), []
 
     def judge(**columns):
@@ -336,23 +435,66 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 @pytest.mark.parametrize("returned, said", [
     ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), (0.5, "0.5"), ([], r"\[\]"),
-    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], r"8 rewards, \[nan\]")], ids=str)
+    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], r"8 rewards, \[nan\]"), ([1e39] * 8, r"8 rewards, \[1e.*"),
+    (dict.fromkeys(range(8), 0.5), r"\{0: 0.5, .*"), (set(range(8)), r"\{0, 1, .*"), ([[1.0]] * 8, r"8 rewards, .*")],
+    ids=str)
 def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
-    """A number, strings, too few, NaN: the error shows it."""
+    """A number, strings, too few, NaN, more than float32 has, a dict (its keys are no rewards): the error shows it."""
     said = f"<lambda> returned {said}; allowed are 8, each a finite number or None"
     with pytest.raises(grpo.InputError, match=said):
         next(steps_of(make_model("Llama"), [by_row, lambda **columns: returned]))
+
+
+class Judge:
+    """Has no __name__"""
+    def __call__(self, completions, **columns):
+        return (float(i) for i in range(len(completions)))              # lazily
+
+
+def test_each_reward_function_has_a_metric_of_its_own_name():
+    """Two of one name, a partial, an object; a name of the command line: its word"""
+    both = [by_row, functools.partial(first_two), Judge(), lambda **columns: by_row(columns["completions"]), by_row]
+    (_, _, metrics), = steps_of(make_model("Llama"), [*both, grpo.load_reward_func("accuracy")])
+    means = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
+    assert means == pytest.approx({
+        "rewards/by_row_0/mean": 1.0, "rewards/partial/mean": 0.325, "rewards/Judge/mean": 3.5,
+        "rewards/<lambda>/mean": 1.0, "rewards/by_row_4/mean": 1.0, "rewards/accuracy/mean": 0.0})
+
+
+@pytest.mark.parametrize("function, said", [
+    (lambda completions, most, **columns: 1, "<lambda>: missing a required argument: 'most'"),
+    (lambda completions: 1, "<lambda>: got an unexpected keyword argument"),
+    (lambda **columns: [None] * 8, "got None from each for the prompt '")], ids=str)
+def test_a_function_that_does_not_fit_the_columns_or_scores_nothing_is_a_sentence(function, said):
+    with pytest.raises(grpo.InputError, match=f"reward_funcs: {re.escape(said)}.*; allowed "):
+        next(steps_of(make_model("Llama"), [function]))
+
+
+def test_a_column_that_grpo_fills_is_not_overwritten():
+    rows = [row | {"completions": "mine"} for row in PROBLEMS[:2]]
+    with pytest.raises(grpo.InputError, match="multiple values for keyword argument 'completions'"):
+        next(grpo.train(make_model("Llama"), grpo.tiny_tokenizer(), rows, [by_row], grpo.GRPOConfig(**SMALL)))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_an_error_inside_what_a_function_returns_lazily_is_its_own(kind):
+    def wrong(completion):
+        raise kind("mine")
+    with pytest.raises(kind, match="mine") as error:
+        next(steps_of(make_model("Llama"), [lambda completions, **columns: map(wrong, completions)]))
+    assert error.type is kind
 
 
 # §10, §12 Checkpoints -------------------------------------------------------------------------------------------------
 
 def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_of_the_whole(data, monkeypatch):
     """Ctrl-C and a full disk in turn, before each update and each call that touches the disk, until the third step. At
-    the end weights and metrics.jsonl are as if nothing had stopped the run, with a reference model and mini-batches."""
+    the end weights and metrics.jsonl are as if nothing had stopped the run, with a reference model and mini-batches.
+    Before the first checkpoint the command itself starts the run again."""
     run = command(data, max_steps=3, save_steps=1, max_completion_length=3, num_mini_batches=2, warmup_steps=1,
                   beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
     assert cli(*run, "--output_dir", data / "whole").code == 0
-    stops = (grpo, "update_policy"), (torch, "save"), (os, "rename"), (shutil, "copy"), (shutil, "rmtree")
+    stops = (torch.nn.utils, "clip_grad_norm_"), (torch, "save"), (os, "rename"), (shutil, "copy"), (shutil, "rmtree")
     for calls in range(14):                                             # a step: two updates, and a save
         error, code = [(KeyboardInterrupt, 130), (OSError(28, "No space left"), 1)][calls % 2]
         moments = itertools.chain([mock.DEFAULT] * calls, [error], itertools.repeat(mock.DEFAULT))
@@ -362,43 +504,93 @@ def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_
         done = cli(*run, "--output_dir", out)
         monkeypatch.undo()
         assert done.code == code, done
-        printed, = re.findall(r"^stopped; to go on: python \S+ (.*)", done.out, re.M)
-        assert cli(*shlex.split(printed)).code == 0
+        printed = re.findall(r"^stopped; to go on: python \S+ (.*)", done.out + done.err, re.M)
+        assert len(printed) == (calls > 5)                              # the first checkpoint is whole
+        assert cli(*(shlex.split(printed[0]) if printed else [*run, "--output_dir", out])).code == 0
         assert_same_run(out, data / "whole")
 
 
-def test_a_run_that_is_killed_prints_the_command_to_start_again(data):
-    """SIGTERM, as a scheduler sends it, once the run has begun"""
-    words = [sys.executable, grpo.__file__, *command(data, max_steps=10**6)]
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert "12 problems" in run.stdout.readline()
-    run.terminate()
-    assert "stopped; to go on: python" in run.communicate()[0] and run.returncode == 130
+def test_the_command_to_go_on_is_below_the_traceback_of_a_reward_and_names_a_checkpoint_that_helps(data):
+    """A bug in the third step: the traceback, then the command. At once after a resume: no command, it would repeat it."""
+    (data / "rewards.py").write_text("calls = []\ndef length(completions, **columns):\n    calls.append(1)\n"
+                                     "    if len(calls) > 2: raise OSError('mine')\n    return [0] * len(completions)")
+    run = command(data, max_steps=5, save_steps=1, reward_funcs=f"{data}/rewards.py:length")
+    done = cli(*run)
+    assert done.code == 1 and re.search("Traceback.*OSError: mine\nstopped; to go on: python .*checkpoint-2\n", done.err, re.S)
+    (data / "rewards.py").write_text("def length(completions, **columns): raise OSError('mine')")
+    done = cli(*run, "--resume_from_checkpoint", data / "out")
+    assert done.code == 1 and "to go on" not in done.err + done.out
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_a_resume_changes_is_printed_and_a_run_s_folder_is_its_newest_checkpoint(data):
+    """Options that a flag changes; nothing left to do; the checkpoint, not the word of --model. β > 0 needs the π_ref
+    of a run that had one."""
+    run = command(data, max_steps=10, save_steps=2)
+    with mock.patch.object(shutil, "rmtree"):                           # older ones are kept
+        assert cli(*run).code == 0
+    again = [*run, "--model", "nowhere", "--resume_from_checkpoint", data / "out"]
+    assert sorted(path.name for path in (data / "out").iterdir())[0] == "checkpoint-10"
+    done = cli(*again, "--learning_rate", 0.5)
+    assert done.code == 0 and f"{data}/out/checkpoint-10: 12 problems" in done.out and "nowhere" not in done.out
+    assert "learning_rate 0.01 -> 0.5\nnothing left to do: step 10 of max_steps 10\n" in done.out
+    done = cli(*again, "--beta", 0.5, "--max_steps", 12)
+    assert done.code == 2 and "beta: got 0.5; allowed is 0" in done.err
+    (data / "out/checkpoint-10/metrics.jsonl").unlink()
+    done = cli(*again, "--max_steps", 12)
+    assert done.code == 2 and "checkpoint-10" in done.err and "Traceback" not in done.err + done.out
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(data, monkeypatch):
+    """A second run takes the next free name, and is refused where it has named the first one's folder; what a refused
+    run has made is removed, what was there is not."""
+    monkeypatch.chdir(data)
+    options = argparse.Namespace(output_dir=None, resume_from_checkpoint=None)
+    claims = [grpo.claim_folder(options) for _ in range(3)]
+    assert [str(folder) for folder, _, _ in claims] == ["grpo-output", "grpo-output-2", "grpo-output-3"]
+    for _, log, _ in claims[1:]:
+        log.close()
+    done = cli(*command(data, output_dir="grpo-output"))
+    assert done.code == 2 and "output_dir: got grpo-output; allowed is a folder" in done.err
+    assert (data / "grpo-output/metrics.jsonl").exists() and "asking" not in done.out
+    assert cli(*command(data, output_dir="grpo-output-2", max_steps=1)).code == 0       # its run is over
+    (data / "deep").mkdir()
+    assert cli(*command(data, output_dir="deep/er/out", model="judge")).code == 2
+    assert list((data / "deep").iterdir()) == []
 
 
 def test_a_checkpoint_goes_on_with_its_options_in_another_folder_or_beside_a_later_one(data):
-    """What no flag says is as it was. Stopped before its first checkpoint in the other folder, the run goes on from the
-    one elsewhere; the later one is replaced. A checkpoint is data alone, and names no file."""
+    """What no flag says is as it was. Stopped before its first checkpoint in the other folder, the same command starts
+    from the one elsewhere; the later one is replaced. A checkpoint is data alone, and names no file: one that carries
+    code is refused, and the code does not run."""
     for name, steps in ("whole", 3), ("first", 1):
         given = dict(learning_rate=0.02, num_mini_batches=2, seed=7, max_steps=steps, output_dir=data / name)
         assert cli(*command(data, **given)).code == 0
     unsaid = dict.fromkeys(["learning_rate", "generation_batch_size", "num_generations", "max_completion_length"])
     run = command(data, **unsaid, max_steps=3, resume_from_checkpoint=data / "first/checkpoint-1")
     with mock.patch.object(grpo, "compute_rewards", side_effect=grpo.InputError("of a reward")):
-        done = cli(*run)
+        done = cli(*run, "--output_dir", data / "out")
     assert done.code == 2 and "error: of a reward" in done.err
-    printed, = re.findall(r"^stopped; to go on: python \S+ (.*)", done.out, re.M)
     shutil.copytree(data / "whole/checkpoint-3", data / "first/checkpoint-3")
-    for folder, words in (("out", shlex.split(printed)), ("first", [*run, "--output_dir", data / "first"])):
+    for folder, words in (("out", [*run, "--output_dir", data / "out"]), ("first", [*run, "--output_dir", data / "first"])):
         assert cli(*words).code == 0
         assert_same_run(data / folder, data / "whole")
     state = data / "first/checkpoint-3/trainer_state.pt"
     again = [*run, "--resume_from_checkpoint", str(state.parent), "--learning_rate", "0.1"]
     saved = torch.load(state, weights_only=True)["config"]
     assert "output_dir" not in saved and vars(grpo.parse_options(again)[0]) == saved | dict(learning_rate=0.1)
-    for wrong in (print, {}):                                           # a function, not data; another program's
+    for wrong in (Code(data / "ran"), print, {}):                       # code, a function; another program's data
         torch.save(wrong, state)
-        assert cli(*again).code == 2
+        done = cli(*again)
+        assert done.code == 2 and "resume_from_checkpoint: got" in done.err and not (data / "ran").exists()
 
 
 # §11, §12 The demo and the command line -------------------------------------------------------------------------------
@@ -414,7 +606,8 @@ def test_any_causal_lm_trains_on_a_file_and_answers_another(data):
     assert f"\nthe model and metrics.jsonl are in {data}/out/checkpoint-2\n" in done.out
     lines = lines_of(data / "out")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["kl"] > 0.0
-    assert math.isfinite(lines[1]["rewards/length/mean"]) and lines[1]["rewards/nothing/mean"] is None
+    assert math.isfinite(lines[1][f"rewards/{data}/rewards.py:length/mean"])
+    assert lines[1][f"rewards/{data}/rewards.py:nothing/mean"] is None
     weights = safetensors.torch.load_file(data / "out/checkpoint-2/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
@@ -441,9 +634,10 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     done = cli(*flags, "--output_dir", tmp_path / "out")
     again = cli(*flags, "--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
     for text, count, since in ((done.out, 2, ""), (again.out, 1, "; the first number is of step 2")):
-        steps = [r"  step \d+: reward -?\d\.\d\d, entropy \d\.\d\d, clip_ratio \d+\.\d%"] * count
+        steps = [r"  step \d+: reward -?\d\.\d\d, silent groups \d+%, entropy \d\.\d\d, \d+\.\d\d s"] * count
         samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
-        form = ["tiny: 64 problems, rewards accuracy, think_format", *samples, *steps,
+        left = ["max_steps 2 -> 3"] * (count == 1)
+        form = [rf"(tiny|{tmp_path}/out/checkpoint-2): 64 problems, rewards accuracy, think_format", *left, *samples, *steps,
                 rf"the model and metrics\.jsonl are in {tmp_path}/out/checkpoint-\d+", *samples,
                 rf"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 50 problems{since}\)"]
         assert re.fullmatch("\n".join(form) + "\n", text), text
@@ -478,7 +672,7 @@ def test_a_reward_file_may_be_called_like_a_module_and_import_its_neighbours(dat
     (data / "random.py").write_text("import neighbour\ndef f(completions, **columns): return neighbour.f(completions)")
     (data / "neighbour.py").write_text("import random\ndef f(texts): return [random.random() for _ in texts]")
     done = cli(*command(data, reward_funcs=[f"{data}/random.py:f"], max_steps=1))
-    assert done.code == 0 and 0 < lines_of(data / "out")[0]["rewards/f/mean"] < 1
+    assert done.code == 0 and 0 < lines_of(data / "out")[0][f"rewards/{data}/random.py:f/mean"] < 1
 
 
 BAD = [  # flags or lines of the dataset, what the one line must say
