@@ -47,8 +47,8 @@ def test_the_numbers_of_page_01_and_the_errors():
     whole = grpo.importance_ratio(f64([-21]), f64([-23]), torch.ones(1, 1))
     on_page("errors", "7.39 9.16", whole, whole * 1.24)
     on_page("01", "-0.7071 -0.7071 1.4142", grpo.group_advantages(f64(0.50, 0.50, 0.51), 3, **BY_G))
-    logits, texts = torch.zeros(100, dtype=torch.float64, requires_grad=True), [1, 1, 1] + 97 * [-1]    # three are drawn
-    for scores, moves in ((r, texts), (grpo.group_advantages(r, 3, **BY_G), [1, -1, -1] + 97 * [0])):
+    logits = f64(*[0] * 100).requires_grad_()                           # of 100 texts the first three were drawn
+    for scores, moves in ((r, [1, 1, 1] + 97 * [-1]), (grpo.group_advantages(r, 3, **BY_G), [1, -1, -1] + 97 * [0])):
         push = -gradient(-(scores * logits.log_softmax(0)[:3]).mean(), logits)
         assert torch.where(push.abs() < 1e-9, 0, push).sign().tolist() == moves
 
@@ -65,7 +65,7 @@ def test_the_numbers_of_page_01_and_the_errors():
     on_page("01", "1.1653 1.3538 1.1308 1.2878", losses[1, :4])
     on_page("01", "-1.26537 1.23443 0", losses.sum(1) / mask.sum(1))
 
-    of_clip, of_none = [grpo.clipped_surrogate_loss(f64(1.5), f64(1.225), epsilon_high=high) for high in (0.2, math.inf)]
+    of_clip, of_none = [grpo.clipped_surrogate_loss(f64(1.5), f64(1.225), epsilon_high=e) for e in (0.2, math.inf)]
     on_page("errors", "-1.47 1.8375", of_clip, -of_none)
     on_page("errors", "-0.0333", grpo.aggregate(f64([-0.3], [0.2], [0]), torch.ones(3, 1), loss_type="grpo"))
     rho = torch.linspace(0, 3, 301)
@@ -98,7 +98,7 @@ def test_the_numbers_of_pages_03_to_08():
     rewards; the softmax's denominator, two temperatures, and the weight of a sampler that disagrees"""
     right = f64(0.5, -0.5).softmax(0)[0]                                # 1 times page 2's gradient
     on_page("03", "0.7311 1.462", right, right / 0.5)
-    for now, text in ((0.01, "-0.99"), (0.5, "-25")):                   # a token drawn at 0.01; the other one has the rest
+    for now, text in ((0.01, "-0.99"), (0.5, "-25")):                   # drawn at 0.01; another token has the rest
         logits = f64(now, 1 - now).log().requires_grad_()
         ratio = (logits.log_softmax(0)[:1] - math.log(0.01)).exp()
         on_page("03", text, gradient(grpo.clipped_surrogate_loss(ratio, f64(1), epsilon_high=math.inf), logits)[0])
