@@ -1149,15 +1149,17 @@ def claim_folder(options):
 def try_out(policy):
     """Sample two tokens after a padded prompt; score them without padding and without a cache.
 
-    A model without a cache fails; one that ignores position_ids gives other log-probs.
+    A model without a cache fails; one that ignores position_ids may give other log-probs.
     """
-    ids = torch.arange(1, 9, device=policy.device).unsqueeze(0)                 # (1, 8)
-    mask = (ids > 4).long()
+    size = policy.get_input_embeddings().weight.size(0)
+    ids = (torch.arange(8, device=policy.device) % size).repeat(2, 1)           # (2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
     tokens, real, sampled = generate(policy, ids, mask, max_completion_length=2, eos_token_ids=-1)
     with torch.no_grad():
-        scored, _ = per_token_logps(policy, ids[:, 4:], mask[:, 4:], tokens, real)
-    if not torch.allclose(scored, sampled, atol=0.01):
-        raise InputError(f"padding changes its log-probs from {scored} to {sampled}")
+        scored, _ = per_token_logps(policy, ids[1:, 4:], mask[1:, 4:], tokens[1:], real[1:])
+    if not torch.allclose(scored, sampled[1:], atol=0.01):
+        raise InputError(f"padding changes its log-probs from {scored} to {sampled[1:]}")
 
 
 def load_job(config, options):
@@ -1192,12 +1194,16 @@ def load_job(config, options):
         raise InputError(f"model: got {model}; {type(error).__name__}: {error}") from error
     longest, size = 0, policy.get_input_embeddings().weight.size(0)
     for row in dataset + held_out:
+        prompt = row["prompt"]
         try:
-            ids, _ = encode_prompts(tokenizer, [row["prompt"]], "cpu")          # (1, L)
+            ids, _ = encode_prompts(tokenizer, [prompt], "cpu")                 # (1, L)
             if ids.max() >= size:
                 raise InputError(f"token {ids.max()} is not among the model's {size}")
+            if isinstance(prompt, str) and ids[0, -1] != tokenizer.encode(
+                    prompt, add_special_tokens=False)[-1]:
+                raise InputError("its tokenizer ends a text; allowed is one that appends no token")
         except Exception as error:                             # the tokenizer's, of any class
-            raise InputError(f"prompt: got {row['prompt']!r:.60}; {error}") from error
+            raise InputError(f"prompt: got {prompt!r:.60}; {error}") from error
         longest = max(longest, ids.size(1))
     room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
     if config.max_completion_length > room:
