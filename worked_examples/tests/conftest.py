@@ -13,14 +13,14 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "worked_examples"
 sys.path.insert(0, str(ROOT))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""             # before torch is imported: these tests are about the CPU
-
 import pytest
 import torch
 import transformers
 
 import grpo
 
+HAS_GPU = torch.cuda.is_available()
+torch.cuda.is_available = lambda: False             # command lines in this process run on the CPU; see test_gpu.py
 torch.set_num_threads(1)
 PROBLEMS = grpo.tiny_problems(0)[0][:12]
 
