@@ -472,7 +472,7 @@ class InputError(ValueError):
 
 
 def choose_tokens(logits, uniforms):
-    """Choose the first token v with Σ_{w<=v} p_w > u, p = softmax(logits): each with its p.
+    """Choose token v with probability p_v, p = softmax(logits): the first v with Σ_{w<=v} p_w > u.
 
     Args: logits (B, V); uniforms (B,), each u in [0, 1), or None for the likeliest token (greedy).
     Returns: (B,).

@@ -40,8 +40,9 @@ def compute_advantages(rewards, rollout, config):
         steps = split_steps(ids[mask != 0].tolist())
         step_rewards.append(torch.tensor([float(right[j:j + 1] == [step]) for j, step in enumerate(steps)]))
         ends.append(torch.tensor([len(step) for step in steps]).cumsum(0) - 1)          # the last token of each
-    step_rewards = torch.nn.utils.rnn.pad_sequence(step_rewards, batch_first=True, padding_value=math.nan)       # (B, S)
-    ends = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)                                     # (B, S)
+    pad = torch.nn.utils.rnn.pad_sequence
+    step_rewards = pad(step_rewards, batch_first=True, padding_value=math.nan)       # (B, S)
+    ends = pad(ends, batch_first=True)                                                                 # (B, S)
     return grpo.process_advantages(step_rewards, ends, rollout.completion_mask, config.num_generations)
 
 

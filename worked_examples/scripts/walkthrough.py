@@ -4,7 +4,13 @@
 
 This is one step of grpo.train, along the lines of Algorithm 1. Each cell says what to expect, then prints it. The
 numbers differ between kinds of processors, because rounding errors grow over the cold start, which takes most of the
-half minute on one core.
+half minute on one core. To see the same in grpo.py's own loop, `python -m pdb grpo.py --model tiny`, then:
+
+    b clipped_surrogate_loss, (ratio - 1).abs().max() > 0.01
+    c
+    p ratio
+
+stops in the second update, where ratios are not 1 any more; two frames up (u 2), train has rewards, advantages, logps.
 """
 
 # %% The parts: a model of 105,280 random weights, a tokenizer, problems with their solutions.

@@ -358,9 +358,9 @@ def test_a_debugger_sees_each_tensor_of_the_equations_in_the_frame_of_train():
         _, r, metrics = next(steps)
     seen = steps.gi_frame.f_locals
     B, T = r.completion_ids.shape
-    for name, shape in dict(rewards=(B,), advantages=(B, T), old_logps=(B, T), ref_logps=(B, T), logps=(B, T), mask=(B, T),
-                            loss=(), rewards_per_func=(B, 1)).items():
-        assert seen[name].shape == shape, name
+    assert seen["rewards"].shape == (B,) and seen["rewards_per_func"].shape == (B, 1) and seen["loss"].dim() == 0
+    for name in ("advantages", "old_logps", "ref_logps", "logps", "mask"):
+        assert seen[name].shape == (B, T), name
     assert seen["rewards"].tolist() == by_row(range(B)) and seen["logps"].requires_grad
     for caller in callers:
         below = [name for name in caller if name in vars(grpo)]
@@ -436,9 +436,9 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
 @pytest.mark.parametrize("returned, said", [
     ([1.0], r"1 reward, \[1.0\]"), ([1.0] * 9, r"9 rewards, \[1.0, .*"), (0.5, "0.5"), ([], r"\[\]"),
-    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], r"8 rewards, \[nan\]"), ([1e39] * 8, r"8 rewards, \[1e.*"),
-    (dict.fromkeys(range(8), 0.5), r"\{0: 0.5, .*"), (set(range(8)), r"\{0, 1, .*"), ([[1.0]] * 8, r"8 rewards, .*")],
-    ids=str)
+    (["1"] * 8, r"8 rewards, \['1', .*"), ([None] * 7 + [nan], r"8 rewards, \[nan\]"),
+    ([1e39] * 8, r"8 rewards, \[1e.*"), (dict.fromkeys(range(8), 0.5), r"\{0: 0.5, .*"),
+    (set(range(8)), r"\{0, 1, .*"), ([[1.0]] * 8, r"8 rewards, .*")], ids=str)
 def test_what_a_reward_function_returned_is_said_and_what_is_allowed(returned, said):
     """A number, strings, too few, NaN, more than float32 has, a dict (its keys are no rewards): the error shows it."""
     said = f"<lambda> returned {said}; allowed are 8, each a finite number or None"
@@ -512,12 +512,13 @@ def test_a_run_stopped_at_any_moment_goes_on_by_the_printed_command_to_the_bits_
 
 
 def test_the_command_to_go_on_is_below_the_traceback_of_a_reward_and_names_a_checkpoint_that_helps(data):
-    """A bug in the third step: the traceback, then the command. At once after a resume: no command, it would repeat it."""
+    """A bug in the third step: the traceback, then the command. At once after a resume: no command repeats it."""
     (data / "rewards.py").write_text("calls = []\ndef length(completions, **columns):\n    calls.append(1)\n"
                                      "    if len(calls) > 2: raise OSError('mine')\n    return [0] * len(completions)")
     run = command(data, max_steps=5, save_steps=1, reward_funcs=f"{data}/rewards.py:length")
     done = cli(*run)
-    assert done.code == 1 and re.search("Traceback.*OSError: mine\nstopped; to go on: python .*checkpoint-2\n", done.err, re.S)
+    assert done.code == 1 and "Traceback" in done.err
+    assert re.search("OSError: mine\nstopped; to go on: python .*checkpoint-2\n$", done.err)
     (data / "rewards.py").write_text("def length(completions, **columns): raise OSError('mine')")
     done = cli(*run, "--resume_from_checkpoint", data / "out")
     assert done.code == 1 and "to go on" not in done.err + done.out
@@ -581,8 +582,8 @@ def test_a_checkpoint_goes_on_with_its_options_in_another_folder_or_beside_a_lat
         done = cli(*run, "--output_dir", data / "out")
     assert done.code == 2 and "error: of a reward" in done.err
     shutil.copytree(data / "whole/checkpoint-3", data / "first/checkpoint-3")
-    for folder, words in (("out", [*run, "--output_dir", data / "out"]), ("first", [*run, "--output_dir", data / "first"])):
-        assert cli(*words).code == 0
+    for folder in ("out", "first"):
+        assert cli(*run, "--output_dir", data / folder).code == 0
         assert_same_run(data / folder, data / "whole")
     state = data / "first/checkpoint-3/trainer_state.pt"
     again = [*run, "--resume_from_checkpoint", str(state.parent), "--learning_rate", "0.1"]
@@ -638,7 +639,7 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
         steps = [r"  step \d+: reward -?\d\.\d\d, silent groups \d+%, entropy \d\.\d\d, \d+\.\d\d s"] * count
         samples = [r"  \d\d\+\d\d= '.*'   reward [01]"] * 4
         left = ["max_steps 2 -> 3"] * (count == 1)
-        form = [rf"(tiny|{tmp_path}/out/checkpoint-2): 64 problems, rewards accuracy, think_format", *left, *samples, *steps,
+        form = [r"(tiny|.*/checkpoint-2): 64 problems, rewards accuracy, think_format", *left, *samples, *steps,
                 rf"the model and metrics\.jsonl are in {tmp_path}/out/checkpoint-\d+", *samples,
                 rf"held-out accuracy: \d\.\d\d -> \d\.\d\d \(greedy, 50 problems{since}\)"]
         assert re.fullmatch("\n".join(form) + "\n", text), text
@@ -690,14 +691,14 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     (dict(output_dir="text.jsonl"), "text.jsonl"), (dict(loss_type="bnpo"), "--loss_type"),
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
     ('{"prompt": [{"role": "user"}], "a": 1}', "line 1: .* of a role and a content"),
-    ('{"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}', "the last not the assist"),
+    ('{"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}', "last not the assistant"),
     ('{"prompt": "1", "solution": "1", "prompts": 1}', "multiple values for keyword argument 'prompts'"),
     (dict(dataset="empty.jsonl", reward_funcs="accuracy"), "'solution': ' '.; allowed with accuracy: a solution"),
-    (dict(output_dir="text.jsonl/sub"), "output_dir: got text.jsonl/sub"), (dict(reward_weights=[nan, 1]), "got .nan, 1"),
+    (dict(output_dir="text.jsonl/sub"), "output_dir: got text.jsonl/sub"), (dict(reward_weights=[nan, 1]), ".nan, 1"),
     (dict(model="models/judge"), "model: got models/judge; .*without .'lm_head.weight'"),
-    (dict(model="broken"), "model: got broken; SafetensorError"), (dict(model="eos"), "prompt: got .* appends no token"),
+    (dict(model="broken"), "model: got broken; SafetensorError"), (dict(model="eos"), "got .* appends no token"),
     (dict(model="narrow"), "prompt: got '.*'; token 1[0-9] is not among the model's 10"),
-    (dict(policy_loss="sapo", epsilon_high=0.3), "epsilon_high: got 0.3"), (dict(policy_loss="sapo", epsilon=0.1), "0.1"),
+    (dict(policy_loss="sapo", epsilon_high=0.3), "_high: got 0.3"), (dict(policy_loss="sapo", epsilon=0.1), "got 0.1"),
     (dict(reward_weights=1), "reward_weights: got"), (dict(num_generations=5), "generation_batch_size: got 8"),
     (dict(num_generations=1), "num_generations: got 1"), (dict(num_mini_batches=9), "num_mini_batches: got 9"),
     (dict(max_steps=0), "max_steps: got 0; .* 1 or more"), (dict(beta=inf), "beta: got inf"),
@@ -728,11 +729,13 @@ def test_bad_input_is_one_line_and_exit_2(given, said, data, monkeypatch):
     (data / "zeros.py").write_text("g, f = 5, lambda completions, **columns: [0]")
     (data / "null.jsonl").write_text('{"prompt": "1", "solution": null}')
     (data / "empty.jsonl").write_text('{"prompt": "1", "solution": " "}')
-    broken_models(data)
+    if "model" in given:
+        broken_models(data)
     if isinstance(given, str):
         (data / "bad.jsonl").write_bytes(given.encode(errors="surrogateescape"))
         given = dict(dataset="bad.jsonl")
-    usual = dict(dataset="text.jsonl" if "model" in given else "chat.jsonl", reward_funcs=["accuracy", "rewards.py:length"], output_dir="deep/out")
+    usual = dict(dataset="text.jsonl" if "model" in given else "chat.jsonl", output_dir="deep/out",
+                 reward_funcs=["accuracy", "rewards.py:length"])
     before, done = sorted(data.rglob("*")), cli(*command(data, **usual | given))
     assert done.code == 2 and re.fullmatch(f"grpo.py: error: .*{said}.*\n", done.err), done
     assert "stopped" not in done.out
