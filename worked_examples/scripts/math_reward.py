@@ -4,8 +4,8 @@ r"""A reward file: what differs from its solution as a text is compared as a for
         --reward_funcs worked_examples/scripts/math_reward.py:math_accuracy_reward
 
 The formula is the last one between dollars or in a box; else the text, if no two letters in a row are a word; else, of
-an answer, what follows its last "is", "=" or ": ". A percent sign and LaTeX's units do not count. Decimal numbers agree
-if they do to six digits behind the point, 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
+an answer, what follows its last "is", "=" or ": ". A unit counts, a percent or degree sign does not. Decimal numbers
+agree if they do to six digits behind the point, 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
 """
 
 import re
@@ -13,19 +13,23 @@ import sys
 from pathlib import Path
 
 import math_verify
+from latex2sympy2_extended import NormalizationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
-FORMULA = r"(?:\\boxed\{.*\}|\$\$[^$]+\$\$|(?<!\\)\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\))"
+FORMULA = r"(?:\\boxed\{.*\}|\$\$[^$]+\$\$|\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\))"
 COMMAND = r"\\[A-Za-z]+(\{[A-Za-z ]+\})?"                               # as \frac and \begin{pmatrix}: no words
-LATEX = [math_verify.LatexExtractionConfig()]                           # its other reader takes a part for the whole
+RULES = NormalizationConfig(malformed_operators=True, nits=True)        # not units: 5m is not 5
+LATEX = [math_verify.LatexExtractionConfig(normalization_config=RULES)]         # the other reader would take a part
 
 
 def parse(text):
+    text = text.replace(r"\$", "").replace(r"\mathrm{e}", "e")
     formulas = re.findall(rf"{FORMULA}(?:\s*(?:,|and|or)\s*{FORMULA})*", text, re.S)
-    if not formulas and not re.search(r"[^\W\d_]{2}", re.sub(COMMAND, "", text)):
-        number = re.sub(r"[eE]([+-]?\d+)$", r"\\cdot 10^{\1}", text.strip("* \t\r\n").rstrip("*. "))        # 1e-05
+    bare = text.strip("* \t\r\n").rstrip("*. ")
+    if not formulas and not re.search(r"[^\W\d_]{2}|\S\$|\n", re.sub(COMMAND, "", bare)):
+        number = re.sub(r"[eE]([+-]?\d+)$", r"\\cdot 10^{\1}", bare)    # 1e-05
         formulas = [f"${number}$"]
     if not formulas or re.search(r"(?<![_\d])\d+(\s|~|\\[ ,;:!])+\d|\d_|'", formulas[-1]):      # 7 8 is not 56
         return []
