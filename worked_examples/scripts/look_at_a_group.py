@@ -3,10 +3,10 @@
     python worked_examples/scripts/look_at_a_group.py
     python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
-It takes grpo.py's flags, with --learning_rate 3e-5, and for dapo --epsilon_high 0.28, where none is given. Without
---model, the tiny model answers after its cold start, and half of the answers forget the carry; of another model it is
-the first group with unequal rewards. The table: the best and the worst answer before and after one update on this
-group. --html: the group as a tree, before and after each of ten updates.
+It takes grpo.py's flags, with --learning_rate 3e-5 where none is given. Without --model, the tiny model answers after
+its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards.
+The table: the best and the worst answer before and after one update on this group. --html: the group as a tree, before
+and after each of ten updates.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import grpo
 
 METHODS = {                                                             # options of grpo_loss, as on page 10
     "grpo": dict(loss_type="grpo", epsilon_high=0.2),
-    "dapo": dict(loss_type="dapo", epsilon_high=0.28),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.2),
     "dr_grpo": dict(loss_type="dr_grpo", epsilon_high=0.2),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
     "cispo": dict(loss_type="dapo", policy_loss="cispo", epsilon_high=5.0),
@@ -40,7 +40,7 @@ def load(argv):
     usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.html else 1}"
     config, options, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
     if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
-        config = replace(config, epsilon_high=0.28 if config.loss_type == "dapo" else config.epsilon)
+        config = replace(config, epsilon_high=config.epsilon)
     policy, tokenizer, dataset, reward_funcs, _ = grpo.load_job(config, options)
     if options.model == "tiny":
         dataset = [row for row in dataset                               # the carry adds a digit
