@@ -2,7 +2,8 @@
 
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
 gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
-§1-§7 lead from rewards to the loss. §8: variants, reward functions. §10: Algorithm 1. §11: a demo.
+§1-§7 lead from rewards to the loss. §8: process supervision, reward functions. §9: sampling.
+§10: Algorithm 1. §11: a demo.
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl
@@ -26,13 +27,14 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
-on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). The paper's own loss is
---loss_type grpo --beta 0.04.
+on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With β > 0, TRL multiplies
+the KL by ρ (use_bias_correction_kl). The paper's own loss is --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
-what a function with a mask finds at padding, even NaN, reaches neither its result nor its gradient.
-Most shapes that would be wrong in silence, and unknown words, are errors that name the argument,
-what came and what is allowed. Top-k and top-p sampling are left out: they change the log-probs.
+what a function of §4, §6 or §7 finds at padding, even NaN, reaches neither its result nor its
+gradient. (The NaN logits of a model do: they are in the gradient of the weights.) Most shapes that
+would be wrong in silence, and unknown words, are errors that name the argument, what came and what
+is allowed. Top-k and top-p sampling are left out: they change the log-probs.
 """
 
 import copy
@@ -230,8 +232,8 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
         A > 0    -A·∇ρ             -A·∇ρ                0, clipped
         A < 0    0, clipped        -A·∇ρ                -A·∇ρ
-    It is 0 once the token has moved far enough in the direction of A. It is full if the token has
-    moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high,
+    It is 0 once the token has moved far enough in the direction of A. It stays -A·∇ρ if the token
+    has moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high,
     l has no bound; delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient
     0 beyond δ. Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291).
     Args: each (B, T) or (B, 1).
