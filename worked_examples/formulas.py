@@ -78,7 +78,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 
 
 def kl_estimate(logps, ref_logps):
-    """k3, an estimate of KL(π‖π_ref) at each token that is at least 0."""
+    """k3, an estimate of KL(π‖π_ref) at each token; at least 0, up to rounding."""
     d = ref_logps - logps
     return torch.exp(d) - d - 1
 

@@ -1,7 +1,7 @@
-"""What GRPO is compared with, and weights for its advantages: PPO, RLOO, DAPO's punishment, entropy, the sampler.
+"""What GRPO is compared with, and weights for its advantages: PPO, RLOO, a teacher, DAPO's punishment, entropy.
 
 The functions are as pure as those of grpo.py, whose notation they use (B, T, G, m, nats). Advantages reach the loop of
-grpo.py through train(..., compute_advantages=f), where f(rewards_per_func, rollout, config) returns (B,) or (B, T). A
+grpo.py through train(..., compute_advantages=f), where f(rewards, rollout, config) makes (B, T) of the r_i, (B,). A
 weight w >= 0 of a token multiplies the token's advantage, because w·l(ρ, A) = l(ρ, w·A) for each l of grpo.py.
 """
 
@@ -39,6 +39,20 @@ def leave_one_out_advantages(rewards, num_generations):
     """
     centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)
     return centred * num_generations / (num_generations - 1)
+
+
+def distillation_advantages(teacher_logps, logps, completion_mask):
+    """Let a teacher rate each token that the student has sampled (on-policy distillation), instead of a reward.
+
+    A_t = log π_teacher(o_t) - log π_θ(o_t), a constant; above 0 where the teacher finds the token likelier.
+    On-policy, a token's gradient is, on average over the token, ∇KL(π_θ‖π_teacher) times its weight in aggregate. The
+    teacher is another model, which the policy approaches; π_ref is an earlier policy, near which it stays.
+    Source: MiniLLM (arXiv:2306.08543) §2.2, its reward of one token; TRL's MiniLLMTrainer with its default gamma of 0.
+    Returns: (B, T), 0 at padding.
+    """
+    assert teacher_logps.shape == logps.shape == completion_mask.shape, (
+        f"teacher_logps: got {teacher_logps.shape}; allowed is {logps.shape}, the mask's {completion_mask.shape}")
+    return torch.where(completion_mask != 0, teacher_logps - logps, 0).detach()
 
 
 def gae_advantages(rewards, values, completion_mask, *, gamma=1.0, lam=0.95):

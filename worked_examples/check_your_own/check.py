@@ -7,8 +7,9 @@
 
 What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, its smallest input),
 waits for NAME (a function that it calls, and that differs or is not there), not there. A law is skipped where the file
-lacks what it needs, or raises NotImplementedError without a text. The file's TOLERANCE (1e-6) says how exact it is. The
-file runs in this process: if it is not yours, read it first.
+lacks an argument, or raises NotImplementedError without a text, and the line says so. Where a default is not grpo.py's,
+the laws pass grpo.py's. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not
+yours, read it first.
 """
 
 import importlib.util
@@ -29,6 +30,7 @@ CALLED = re.findall(r"(?:grpo|variants)\.(\w+)\(", "".join(path.read_text(encodi
 NAMES = {name: module for module in (grpo, variants) for name in vars(module) if name in CALLED}
 OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider".split()
 OPTIONS += ["-m", "not beyond and not errors"]
+MISSING = inspect.Parameter.empty
 
 
 def load(path):
@@ -57,6 +59,11 @@ def put(mine, names):
         setattr(target, name, getattr(source, name))
 
 
+def defaults(function):
+    """{argument: its default, or MISSING}."""
+    return {name: x.default for name, x in inspect.signature(function).parameters.items()}
+
+
 def about(item):
     """The function that a law is about, the first that its name mentions, and the law's mark."""
     mentioned = [name for name in NAMES if name in item.name]
@@ -71,6 +78,8 @@ class Laws:
         self.module, self.asked = module, None                          # asked: the function that a law is about
         self.outcomes = {name: [] for name in NAMES}                    # "same", or why a law was skipped
         self.broken = {name: [] for name in NAMES}                      # laws, and their smallest inputs
+        self.notes = {name: [] for name in NAMES}                       # defaults that are not grpo.py's
+        self.words = {name: {} for name in NAMES}                       # {("loss_type", "grpo"): is it answered?}
         for name in NAMES:
             setattr(module, name, self.watched(name, getattr(module, name, None)))
         sys.modules["grpo"] = sys.modules["worked_examples.variants"] = module
@@ -78,22 +87,37 @@ class Laws:
 
     def watched(self, name, function):
         """The function, as the laws and the file itself call it: it skips a law that cannot be asked."""
+        mine, ours = defaults(function or not_written), defaults(getattr(NAMES[name], name))
+        other = {option: x for option, x in ours.items() if x is not MISSING and mine.get(option, x) != x}
+        passed = {option: x for option, x in other.items() if x is not None or mine[option] is MISSING}
+        self.notes[name] = [f"your default {option} is {mine[option]}" for option in passed if mine[option] is not MISSING]
+
         def call(*args, **options):
             __tracebackhide__ = True
             if function is None:
                 self.skip(name, "not there")
             if name != self.asked and self.broken[name]:
                 self.skip(name, "differs")
+            words = {(option, x) for option, x in (ours | options).items() if isinstance(x, str)}
+            words |= {(option, "") for option, x in options.items() if x != ours[option]}
+            signature = inspect.signature(function)
+            if all(x.kind is not x.VAR_KEYWORD for x in signature.parameters.values()):     # without an effect
+                options = {option: x for option, x in options.items() if option in mine or x != ours[option]}
             try:
-                inspect.signature(function).bind_partial(**options)
+                given = signature.bind_partial(*args, **options)
             except TypeError as error:
                 self.skip(name, str(error).replace("got an unexpected keyword", "no"))
+            if name == self.asked:                                      # a law calls it, not the file
+                given.arguments = passed | given.arguments
             try:
-                return function(*args, **options)
+                result = function(*given.args, **given.kwargs)
             except NotImplementedError as error:
                 if error.args:                                          # torch's own, for a wrong dtype
                     raise
-            self.skip(name, "not there: it raises NotImplementedError")
+                self.words[name] = dict.fromkeys(words, False) | self.words[name]
+                self.skip(name, "not there: it raises NotImplementedError")
+            self.words[name] |= dict.fromkeys(words, True)
+            return result
         return call
 
     def skip(self, name, why):
@@ -123,14 +147,21 @@ class Laws:
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")
         for name in NAMES:
-            outcomes, broken = self.outcomes[name], self.broken[name]
+            outcomes, broken, words = self.outcomes[name], self.broken[name], self.words[name]
             why = sorted(set(outcomes) - {"same"})
             waits = [reason for reason in why if reason.startswith("waits")]
-            line = ", ".join(waits or why)
+            missing = [reason[len("no argument "):] for reason in why if reason.startswith("no argument ")]
+            notes = self.notes[name] + [f"no argument {', '.join(missing)}"] * bool(missing)
+            for option in sorted({option for option, word in words if not words[option, word]}):
+                asked = sorted(word for other, word in words if other == option and word and words[other, word])
+                notes.append(f"{option} asked: {', '.join(asked) or 'no'}")
             if broken:
-                line = f"differs in {len(broken)} of {len(broken) + len(outcomes)} ({broken[0]})"
-            elif "same" in outcomes and not waits:
-                line = f"same in {outcomes.count('same')} of {len(outcomes)} ({line})" if why else "same"
+                line = f"differs in {len(broken)} of {len(broken) + len(outcomes)} ({'; '.join([broken[0], *notes])})"
+            elif waits or "same" not in outcomes:
+                line = ", ".join(waits or why)
+            else:
+                count = f"same in {outcomes.count('same')} of {len(outcomes)}" if why else "same"
+                line = f"{count} ({'; '.join(notes or why)})" if notes or why else count
             if line:
                 terminalreporter.line(f"{name:30}{line}")
 
@@ -141,6 +172,8 @@ def main(path, *options):
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or not Path(sys.argv[1]).is_file():
+    if not sys.argv[1:]:
         sys.exit(__doc__)
+    if not Path(sys.argv[1]).is_file() or Path(sys.argv[1]).suffix != ".py":
+        sys.exit(f"check.py: error: got {sys.argv[1]}; allowed is a file of Python code, NAME.py")
     sys.exit(main(*sys.argv[1:]))

@@ -5,13 +5,43 @@ import inspect
 import io
 import os
 import re
+import runpy
 import sys
+
+import pytest
 
 from worked_examples import formulas
 from worked_examples.check_your_own import check
 from worked_examples.course import grading
 
 FORMULAS = inspect.getsource(formulas)
+IN_FLOAT32 = '''
+import functools, inspect
+TOLERANCE = 1e-4
+def in_float32(function):
+    rounded = lambda x: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    return functools.wraps(function)(lambda *args, **options: function(
+        *map(rounded, args), **{name: rounded(x) for name, x in options.items()}))
+globals().update({name: in_float32(f) for name, f in globals().items() if inspect.isfunction(f)})
+'''
+
+
+def changed(text, *changes):
+    """A text in which each old piece, which is there once, is new."""
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+HEAD, BODY = 'loss_type="dapo", ', "    old_logps = (logps if"
+CLIP = "clipped_surrogate_loss(ratio, A, epsilon_low=epsilon_low, epsilon_high=epsilon_high)"
+PAPER = changed(FORMULAS, (HEAD, 'loss_type="grpo", '), (                       # a trainer with one loss type, its default
+    BODY, '    if loss_type != "grpo": raise NotImplementedError\n' + BODY))
+MINIMAX = changed(FORMULAS, (HEAD, HEAD + 'policy_loss="cispo", '), (           # and one with one policy loss
+    "epsilon_high=0.2, loss_type", "epsilon_high=5.0, loss_type"), (
+    CLIP, "-ratio.clamp(max=epsilon_high).detach() * A * logps"), (
+    BODY, '    if (loss_type, policy_loss) != ("dapo", "cispo"): raise NotImplementedError\n' + BODY))
 
 
 def fresh_laws(draws):
@@ -27,8 +57,8 @@ def verdicts(path, text, *options):
     path.write_text(text, encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = check.main(path, *options)
-    lines = out.getvalue().partition("what the laws say ")[2].splitlines()[1:-1]
-    return code, dict(line.split(maxsplit=1) for line in lines)
+    lines = [line.split(maxsplit=1) for line in out.getvalue().partition("what the laws say ")[2].splitlines()]
+    return code, {words[0]: words[1] for words in lines if words[0] in check.NAMES}
 
 
 def test_the_formulas_are_the_same_or_not_there(tmp_path):
@@ -41,9 +71,16 @@ def test_the_formulas_are_the_same_or_not_there(tmp_path):
         for ours in inspect.signature(function).parameters.values():
             assert theirs[ours.name].kind == ours.kind, (name, ours)
             assert theirs[ours.name].default in (ours.default, None), (name, ours)
-    missing = set(re.findall(r"no argument '(\w+)'", str(said)))
+    missing = set(re.findall(r"'(\w+)'", " ".join(said.values())))
     assert missing == {"correction", "scale_rewards", "delta", "estimator", "num_rows_in_batch", "policy_loss"}
-    assert code == 0 and said["clipped_surrogate_loss"] == "same in 18 of 22 (no argument 'delta')"
+    assert code == 0 and said["clipped_surrogate_loss"] == "same in 16 of 20 (no argument 'delta')"
+
+
+def test_a_float32_copy_of_the_formulas_is_the_same_with_the_tolerance_that_the_page_names(tmp_path):
+    """TOLERANCE = 1e-4: no law asks for more digits, or mixes its float64 with what comes"""
+    laws = "oracle or worked or kl or advantages"                       # the others have no numbers of their own
+    code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS + IN_FLOAT32, "-k", laws)
+    assert code == 0 and all(said[name].startswith("same") for name in ("kl_estimate", "aggregate", "grpo_loss"))
 
 
 def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
@@ -54,9 +91,39 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     laws = "clipped or on_policy or kl_estimate_matches or entropy_from_logits or aggregate_matches"
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", text, "-k", laws)
     assert code == 1
-    assert said["clipped_surrogate_loss"].startswith("differs in 18 of 22 (l = -min(")
+    assert said["clipped_surrogate_loss"].startswith("differs in 16 of 20 (l = -min(")
     assert "_worked_numbers[0.5-1.0-{}-" in said["clipped_surrogate_loss"]
     assert said["grpo_loss"] == "waits for clipped_surrogate_loss"
     assert said["kl_estimate"].startswith("same")
     assert said["entropy_from_logits"] == "not there: it raises NotImplementedError"
     assert said["aggregate"].startswith("differs")
+
+
+KL_MISTAKES = [("loss + beta * (", "loss - beta * ("), ("(logps, ref_logps.detach())", "(ref_logps.detach(), logps)")]
+MISTAKES = KL_MISTAKES + [
+    ("torch.exp(d) - d - 1", "torch.exp(d) - d"), (" else old_logps).detach()", " else old_logps)"),
+    ("1 - epsilon_low, 1 + epsilon_high", "1 - epsilon_high, 1 + epsilon_low"),
+    ("completion_mask).sum(1) / completion_mask.sum(1)", "completion_mask).mean(1)")]
+
+
+@pytest.mark.parametrize("trainer, notes, mistakes", [
+    (PAPER, ["your default loss_type is grpo", "loss_type asked: grpo"], MISTAKES),
+    (MINIMAX, ["your default policy_loss is cispo", "loss_type asked: dapo", "policy_loss asked: cispo"], KL_MISTAKES)],
+    ids=["the paper's", "MiniMax's"])
+def test_a_trainer_with_one_loss_is_asked_all_of_that_loss(trainer, notes, mistakes, tmp_path):
+    """Its default is no mistake; the line names what was not asked; a sign or an exchange in the KL, ... is found"""
+    code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", trainer, "-k", "grpo_loss")
+    assert code == 0 and said["grpo_loss"].startswith("same in ") and all(note in said["grpo_loss"] for note in notes)
+    for mistake in mistakes:
+        code, said = grading.in_a_process(
+            verdicts, tmp_path / "my_grpo.py", changed(trainer, mistake), "-x", "-k", "grpo_loss")
+        assert code == 1 and said["grpo_loss"].startswith("differs"), mistake
+
+
+def test_a_file_that_is_not_python_is_refused_in_one_line(tmp_path, monkeypatch):
+    """A notebook, a folder: a sentence, and no traceback"""
+    (tmp_path / "my_grpo.ipynb").write_text("{}")
+    for path in (tmp_path / "my_grpo.ipynb", tmp_path):
+        monkeypatch.setattr(sys, "argv", ["check.py", str(path)])
+        with pytest.raises(SystemExit, match="^check.py: error: got .*; allowed is a file of Python code, NAME.py$"):
+            runpy.run_path(check.__file__, run_name="__main__")

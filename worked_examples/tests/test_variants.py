@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import (any_groups, any_logp, any_number, any_reward, answers, beyond, columns, expect,
+import grpo
+from test_grpo import (any_distribution, any_groups, any_logp, any_number, any_reward, answers, beyond, columns, expect,
                        expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
 from worked_examples import variants
+
+settings.load_profile("grpo")
 
 
 @pytest.mark.parametrize("limits, lengths, want", [
@@ -30,6 +33,29 @@ def test_leave_one_out_advantages_match_the_oracle(groups):
     G = len(groups[0])
     want = [[r - (sum(rewards) - r) / (G - 1) for r in rewards] for rewards in groups]
     expect(variants.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
+
+
+def test_distillation_advantages_match_the_worked_numbers_and_are_constants():
+    """A = log π_teacher - log π: of two words the student expects both, ½ and ½, its teacher ¾ and ¼"""
+    teacher, student, mask = f64([[0.75, 0.25]]).log(), f64([[0.5, 0.5]]).log(), torch.ones(1, 2)
+    expect(variants.distillation_advantages(teacher, student, mask), [[0.4055, -0.6931]], 5e-5)
+    expect(slope(lambda x: variants.distillation_advantages(teacher, x, mask), student), [[0.0, 0.0]])
+
+
+@given(any_distribution, any_distribution)
+def test_distillation_advantages_pull_the_student_to_the_teacher(p, q):
+    """Σ_v π(v)·∇loss(v) = ∇KL(π‖π_teacher) over the one-token answers v, on-policy"""
+    teacher, one = f64(q).log(), torch.ones(1, 1)
+
+    def mean_loss(logits):
+        losses = []
+        for logp, logp_of_teacher in zip(logits.log_softmax(0).view(3, 1, 1), teacher.view(3, 1, 1)):
+            A = variants.distillation_advantages(logp_of_teacher, logp, one)
+            losses.append(grpo.grpo_loss(logp, A, one)[0])
+        return f64(p) @ torch.stack(losses)                             # the samples are the weights π(v)
+
+    kl = sum(x * math.log(x / y) for x, y in zip(p, q))
+    expect(slope(mean_loss, f64(p).log()), [x * (math.log(x / y) - kl) for x, y in zip(p, q)])
 
 
 @pytest.mark.parametrize("options, worked", [                                                   # page 10
@@ -102,6 +128,7 @@ def test_top_entropy_mask_without_a_token_is_empty():
 
 
 MASKED = [
+    ("distillation_advantages", lambda x, y, m: variants.distillation_advantages(x, y, m)),
     ("gae_advantages", lambda x, y, m: torch.cat(variants.gae_advantages(x, y, m))),
     ("kl_penalized_rewards", lambda x, y, m: variants.kl_penalized_rewards(x[:, 0], x, y, m, beta=0.1)),
     ("top_entropy_mask", lambda x, y, m: variants.top_entropy_mask(x, m, 0.5).double())]
@@ -121,6 +148,8 @@ X = torch.ones(2, 3)
 @pytest.mark.errors
 @pytest.mark.parametrize("name, argument, arguments, options", [
     ("get_soft_overlong_punishment", "soft_punish_cache", (4, 5), {}),
+    ("distillation_advantages", "teacher_logps", (X[0], X, X), {}),
+    ("distillation_advantages", "teacher_logps", (X, X, X[0]), {}),
     ("gae_advantages", "values", (X, X[0], X), {}), ("gae_advantages", "values", (X, X, X[0]), {}),
     ("top_entropy_mask", "entropies|completion_mask", (X, X[0], 1), {}),
     ("kl_penalized_rewards", "scores", (X[0], X, X, X), dict(beta=0.1)),
