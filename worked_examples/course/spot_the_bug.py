@@ -1,17 +1,28 @@
 """Print grpo.py with a bug of the museum in it. Which line is wrong, what does it do, and which test sees it?
 
     python worked_examples/course/spot_the_bug.py 7 > grpo_bug.py
+    python worked_examples/course/spot_the_bug.py 7 --run              20 steps of the demo, without the bug and with it
+    python worked_examples/course/spot_the_bug.py --run                the same for each exhibit; 1 if a row is not so
 
 What a run shows is at the top. The docstrings are right. The number is the exhibit's: 1, 5, 6, 7, 11, 14, 16, 17, 19
 and 21 are easy, 8, 13, 20, 24 and 25 hard; 8 and 20 show in float32.
 """
 
+import copy
 import re
+import statistics
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import torch
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import grpo
 
 MUSEUM = Path(__file__).with_name("bug_museum.md").read_text(encoding="utf-8")
-RIGHT = Path(__file__).resolve().parents[2].joinpath("grpo.py").read_text(encoding="utf-8")
+RIGHT = Path(grpo.__file__).read_text(encoding="utf-8")
 EXHIBITS = {number: text for text, number in re.findall(r"^(## (\d+)\. .*?)(?=^## |\Z)", MUSEUM, re.S | re.M)}
 
 
@@ -32,7 +43,55 @@ def symptoms(exhibit):
     return [seen for seen, numbers in rows if exhibit in numbers.split(", ")]
 
 
+def seen_with(exhibit):
+    """The flags with which a run shows it, or a command that shows it without a run."""
+    return "".join(re.findall("^`((?:--|python ).*)`$", EXHIBITS[exhibit], re.M))
+
+
+def means(source, exhibit, policy, *flags):
+    """Train the demo with a text of grpo.py and the exhibit's flags: the mean of each metric over the steps."""
+    module = ModuleType("grpo_bug")
+    exec(source, vars(module))
+    config, *_ = module.parse_options(["--model", "tiny", *seen_with(exhibit).split(), *flags])
+    tokenizer, dataset = module.tiny_tokenizer(), module.tiny_problems(config.seed)[0]
+    tokenizer.eos_token = "<pad>" if exhibit == "17" else "<eos>"       # the policy's is <eos>
+    rewards = [module.accuracy_reward, module.think_format_reward]
+    steps = [metrics for *_, metrics in module.train(copy.deepcopy(policy), tokenizer, dataset, rewards, config)]
+    return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
+
+
+def compare(exhibit, policy, *flags):
+    """Each row about a metric, its means without the bug and with it, and whether it is so."""
+    rows = re.findall("^(`(.*?)` is (0|too large|too small))", "\n".join(symptoms(exhibit)), re.M)
+    if rows:
+        right, wrong = (means(source, exhibit, policy, *flags) for source in (RIGHT, patched(exhibit)))
+    for row, name, word in rows:
+        x, y = right[name], wrong[name]
+        is_so = {"0": x != 0 == y, "too large": abs(y) > abs(x), "too small": abs(y) < abs(x)}[word]
+        yield row, x, y, is_so
+
+
+def run(exhibits):
+    """Print what runs of 20 steps show; return whether a row is not so."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    policy, tokenizer = grpo.load_model("tiny", 42)
+    grpo.cold_start(policy, tokenizer, grpo.tiny_problems(42)[0], 42)
+    all_so = True
+    print(f"{'means over 20 steps':56}{'grpo.py':>10}{'exhibit':>10}")
+    for exhibit in exhibits:
+        print(f"{exhibit}.", seen_with(exhibit))
+        for row, right, wrong, is_so in compare(exhibit, policy, "--max_steps", "20"):
+            print(f"{row:56}{right:10.2g}{wrong:10.2g}{'' if is_so else '   not so'}", flush=True)
+            all_so = all_so and is_so
+    return not all_so
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in EXHIBITS:
+    exhibits = [word for word in sys.argv[1:] if word != "--run"]
+    if not set(exhibits) <= set(EXHIBITS) or len(sys.argv) == 1:
         sys.exit(__doc__)
-    print(*(f"# what you see: {seen}" for seen in symptoms(sys.argv[1])), patched(sys.argv[1]), sep="\n", end="")
+    if "--run" in sys.argv:
+        sys.exit(run(exhibits or EXHIBITS))
+    for exhibit in exhibits:
+        print(*(f"# what you see: {seen}" for seen in symptoms(exhibit)), patched(exhibit), sep="\n", end="")
