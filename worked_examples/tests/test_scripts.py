@@ -28,6 +28,7 @@ SMALL_MODEL = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
 @pytest.mark.parametrize("script, flags, printed", [
     ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--max_steps 2", ".* \\.\\.\\. "),
     ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
+    ("distillation.py", "--max_steps 2", "held-out accuracy: "),
     ("iterative_grpo.py", "--max_steps 2 --ref_model_sync_steps 1 --generation_batch_size 32", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch, capsys):
     """To the line that says what it found, from a short cold start"""
@@ -146,14 +147,16 @@ def test_formulas_are_compared():
     reward = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))["math_accuracy_reward"]
     cases = {1.0: [("1/2", "0.5"), ("**7.0**", 7), ("so it is 1,000.", "1000"), ("1 " * 50_000 + "$4/2$", "2"),
                    ("x^2-1", "$(x-1)(x+1)$"), ("a</think>1</think>4/2", r"So \boxed{2}."), ("5 plus 2 is 7", "7"),
-                   ("0.00001", 1e-05), ("0.333333", "1/3"), ("it is $5$, no, $7$", "7"), (r"5\text{ cm}", "5"),
-                   (r"$\frac{1}{\sqrt{2}}$", r"$\sqrt{2}/2$"), ("$5$ and $6$", "$6$ and $5$")],
+                   ("0.00001", 1e-05), ("0.333333", "1/3"), ("it is $5$, no, $7$", "7"), (r"\$5", "5"),
+                   (r"$\frac{1}{\sqrt{2}}$", r"$\sqrt{2}/2$"), ("$5$ and $6$", "$6$ and $5$"),
+                   ("$1+1/e$", r"1+\frac{1}{\mathrm{e}}")],
              0.0: [("0.3333", "1/3"), ("12,34", "1234"), (r"\boxed{Lyon}", "Paris"), ("Рим 7", "Киев 7"), ("2", "2x+3"),
                    (r"\boxed{1} 2", "2"), (r"\boxed{" * 15_000, "7"), ("5.0000001", "5"), ("$e-5$", "1e-05"),
                    (r"$1+\frac{1}{\mathrm{e}}$", r"$1-\frac{1}{\mathrm{e}}$"), (r"$4\sqrt(2)$", "$4$"), ("7+", "7"),
                    ("5 and 6 and 7", "7"), ("minus 7", "7"), ("2 pi", "2"), ("7 8", "56"), ("1 000", "0"),
                    ("$5$ or $6$", "6"), ("6", r"5\text{ or }6"), ("2", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-                   ("The answer is not $5$ but $7$", "5"), ("101_2", "101"), ("3:2", "2"), (r"\neq 7", "7")],
+                   ("The answer is not $5$ but $7$", "5"), ("101_2", "101"), ("3:2", "2"), (r"\neq 7", "7"),
+                   ("$5m$", "5"), (r"$7\text{ not}$", "7"), ("1/2\n8", "1/2"), ("7$2", "7")],
              None: [("42", ""), ("42", None)]}
     for want, pairs in cases.items():
         for answer, solution in pairs:
