@@ -3,7 +3,7 @@
 A language model (the policy) answers each prompt G times; these answers are a group. Each answer
 gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
 §1-§7 lead from rewards to the loss. §8: process supervision, reward functions. §9: sampling.
-§10: Algorithm 1. §11: a demo.
+§10: Algorithm 1. §11: a demo. §12: the command line.
 
     python grpo.py --model tiny
     python grpo.py --model NAME_OR_FOLDER --dataset FILE.jsonl
@@ -27,12 +27,12 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
-on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With β > 0, TRL multiplies
-the KL by ρ (use_bias_correction_kl). The paper's own loss is --loss_type grpo --beta 0.04.
+on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With β > 0, TRL since 1.10
+multiplies the KL by ρ (use_bias_correction_kl). The paper's loss: --loss_type grpo --beta 0.04.
 
-The Args of a docstring leave out what the table explains. A mask may be bool, integer or float;
-what a function of §4, §6 or §7 finds at padding, even NaN, reaches neither its result nor its
-gradient. (The NaN logits of a model do: they are in the gradient of the weights.) Most shapes that
+The Args of a docstring leave out what the table explains. A mask may be bool, integer or float.
+What importance_ratio, aggregate and grpo_loss get where it is 0, even NaN, reaches neither their
+result nor its gradient; a model's NaN logits there do reach the weights' gradient. Most shapes that
 would be wrong in silence, and unknown words, are errors that name the argument, what came and what
 is allowed. Top-k and top-p sampling are left out: they change the log-probs.
 """
@@ -182,7 +182,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
     logps, entropies = [], []
-    # 64 positions at a time: the copies of the logits, not one for all positions, need less memory.
+    # 64 positions at a time: what lies between logits and log-probs is not kept for all at once.
     for some, index in zip(logits.split(64, 1), ids[:, prompt_ids.size(1):].split(64, 1)):
         some = some.to(torch.promote_types(some.dtype, torch.float32)) / temperature
         logps.append(selective_log_softmax(some, index))                        # (B, 64)
@@ -492,7 +492,7 @@ def recorded(function, *inputs):
 
     Python starts the thousand kernels of a decoding step one by one, and the GPU waits. The graph
     starts them at once, on the same memory: new inputs are copied there, and the result lies there.
-    What reads the CPU in between cannot be recorded: then the function itself is returned.
+    A step that copies from or to the CPU cannot be recorded: then the function itself is returned.
     """
     inputs = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -563,7 +563,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token, ended = token[stay], ended[stay]
                 cache.reorder_cache(stay)
             step = token.unsqueeze(1), positions[:, L + t, None]                # (rows, 1) each
-            if is_recorded and t == 1:                         # the step before was the warm-up
+            if is_recorded and t == 1:                         # a first step has to run before
                 forward = recorded(forward, *step)
             logits = forward(*step)                                             # (rows, V)
     completion_ids, logps = completion_ids[:, :t + 1], logps[:, :t + 1]         # (B, T)
@@ -571,7 +571,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     padding = completion_mask == 0                             # an ended row has gone on, recorded
     logps = logps.masked_fill(padding, 0)
     if not logps.isfinite().all():
-        raise FloatingPointError(f"the logits of this {type(model).__name__} are not finite")
+        raise FloatingPointError(f"log-probs of this {type(model).__name__} are not finite")
     return completion_ids.masked_fill(padding, pad_token_id), completion_mask, logps
 
 
@@ -629,7 +629,7 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
-    """Answer all prompts greedily, show the first; return the first reward function's mean."""
+    """Answer all prompts greedily, show four; return the first reward function's mean."""
     rewards = []
     for start in range(0, len(dataset), config.generation_batch_size):
         examples = dataset[start:start + config.generation_batch_size]
@@ -667,7 +667,7 @@ class GRPOConfig:
     epsilon: float = option(
         0.2, "with clip: range below 1, 0 to 1; also above, if epsilon_high is None")
     epsilon_high: float | None = option(
-        None, "clip range above 1; with cispo the ratio's cap (5); not with sapo")
+        None, "clip range above 1, 0 or more; with cispo the cap of the ratio (5); not with sapo")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
     beta: float = option(0.0, "weight of the KL term, 0 or more; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
@@ -684,29 +684,22 @@ class GRPOConfig:
     def __post_init__(self):
         B, G, is_clip = self.generation_batch_size, self.num_generations, self.policy_loss == "clip"
         above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        allowed = {
-            "learning_rate": 0 <= self.learning_rate < math.inf,
-            "warmup_steps": self.warmup_steps >= 0,
-            "max_grad_norm": 0 <= self.max_grad_norm < math.inf,
-            "max_steps": self.max_steps >= 1,
-            "num_generations": G >= 2,
-            "generation_batch_size": B >= 1 and G >= 1 and B % G == 0,
-            "num_iterations": self.num_iterations >= 1,
+        least = dict(
+            learning_rate=0, warmup_steps=0, max_grad_norm=0, max_steps=1, num_generations=2,
+            num_iterations=1, per_device_train_batch_size=1, max_completion_length=1, beta=0,
+            ref_model_sync_steps=1, seed=0, save_steps=1)
+        allowed = {name: low <= getattr(self, name) < math.inf for name, low in least.items()}
+        allowed |= {
+            "generation_batch_size": B >= G > 0 and B % G == 0,
             "num_mini_batches": 1 <= self.num_mini_batches <= B,
-            "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
-            "max_completion_length": self.max_completion_length >= 1,
             "temperature": 0 < self.temperature < math.inf,
             "epsilon": 0 <= self.epsilon <= 1 and (is_clip or self.epsilon == 0.2),
             "epsilon_high": 0 <= above < math.inf and (
                 self.epsilon_high is None or self.policy_loss != "sapo"),
             "delta": self.delta is None or is_clip and 1 + above <= self.delta < math.inf,
-            "beta": 0 <= self.beta < math.inf,
             "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
             "reward_weights": all(map(math.isfinite, self.reward_weights or [])),
-            "sync_ref_model": self.beta > 0 or not self.sync_ref_model,
-            "ref_model_sync_steps": self.ref_model_sync_steps >= 1,
-            "seed": self.seed >= 0,
-            "save_steps": self.save_steps >= 1}
+            "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
         for name, is_allowed in allowed.items():
             if not is_allowed:
                 words = self.__dataclass_fields__[name].metadata["help"]
@@ -738,7 +731,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         Rollout and the config to (B, T).
     Yields: after each step the state, the Rollout and the metrics, under TRL's names.
     """
-    state = state or initial_state(policy, config)                              # line 1
+    state = state or initial_state(policy, config)                              # line 1, and 3
     policy.eval()                                              # dropout would change π in each pass
     num_updates = config.num_iterations * config.num_mini_batches
     while state.step < config.max_steps:                                        # 2, 4
@@ -757,17 +750,17 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         if config.mask_truncated_completions:
             mask = mask * rollout.terminated.unsqueeze(1)                       # (B, T)
 
-        # Score, before the weights move. With one update, its own log π is log π_old, too.
+        # Score, before the weights move. With one update a step, π_old is the π_θ of its loss.
         old_logps, ref_logps = None, None
         if num_updates > 1:
             old_logps = score_rollout(policy, rollout, config)                  # 6: (B, T)
         if state.reference:
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
-        # Learn. A row of advantages 0 has a gradient of 0 at beta 0: it counts, but is not passed.
+        # Learn. At beta 0, rows of advantages 0 have a gradient of 0: they are counted, not passed.
         learns = mask.any(1) & (advantages.any(1) | (config.beta > 0))          # (B,)
         sums, differences = Counter(), [0.0]
-        for rows in mini_batches(config, rng):                                  # 10
+        for rows in mini_batches(config, rng):                                  # 10: num_updates
             num_tokens = mask[rows].sum().item()
             learning = rows[learns[rows].cpu()]
             for start in range(0, len(learning), config.per_device_train_batch_size):
@@ -775,6 +768,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
                 logps = score_rows(policy, rollout, part, config)               # (part, T)
                 old = logps.detach() if old_logps is None else old_logps[part]
                 ref = None if ref_logps is None else ref_logps[part]
+                # 11: ρ = exp(logps - old), l = -min(ρ·A, clip(ρ)·A) + β·KL; their mean
                 loss, loss_metrics = grpo_loss(
                     logps, advantages[part], mask[part], old_logps=old, ref_logps=ref,
                     num_items_in_batch=num_tokens, num_rows_in_batch=len(rows),
@@ -786,8 +780,8 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
                 policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
             rate = learning_rate(config, state.step)
             state.optimizer.param_groups[0]["lr"] = rate
-            state.optimizer.step()                                              # 11
-            state.optimizer.zero_grad()                        # sampling needs the memory
+            state.optimizer.step()                             # without a gradient: no weight moves
+            state.optimizer.zero_grad()                        # now: sampling needs the memory
             sums.update(grad_norm=norm.item())
 
         state.step += 1
@@ -827,7 +821,7 @@ def sample_batch(dataset, config, rng):
 
 
 def reward_names(reward_funcs):
-    """What metrics and errors call the functions: those of one name by name and place, f_0, f_1."""
+    """What metrics and errors call the functions; two of one name f are f_0 and f_1."""
     names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
@@ -835,8 +829,8 @@ def reward_names(reward_funcs):
 def is_reward(x):
     """None, or a number that is finite in float32."""
     try:
-        return x is None or bool(abs(x) < 3.4e38)
-    except (TypeError, ValueError, RuntimeError):              # a string, a list, an array
+        return x is None or not isinstance(x, str) and abs(float(x)) < 3.4e38
+    except Exception:                                          # of a list, an array
         return False
 
 
@@ -899,7 +893,7 @@ def mini_batches(config, rng):
 
 
 def learning_rate(config, step):
-    """It rises over warmup_steps steps, then falls linearly, and would be 0 at max_steps."""
+    """It rises over warmup_steps steps; from there it falls linearly, to be 0 at max_steps."""
     rising = (step + 1) / (config.warmup_steps + 1)
     falling = (config.max_steps - step) / max(config.max_steps - config.warmup_steps, 1)
     return config.learning_rate * min(rising, falling)
@@ -996,7 +990,7 @@ def is_prompt(prompt):
 
 
 def load_dataset(path):
-    """Read JSON Lines: "prompt" (all texts, or all messages), further columns, those of line 1."""
+    """Read JSON Lines: "prompt" (all texts, or all messages), further columns, the same in each."""
     rows = []
     lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()  # without a BOM
     for number, line in enumerate(lines, 1):
@@ -1044,7 +1038,7 @@ def load_reward_func(name):
     if os.path.isfile(path):
         path = os.path.abspath(path)
         sys.path.append(os.path.dirname(path))                 # for what it imports
-        module_name = Path(path).stem                          # by it a worker process finds f
+        module_name = Path(path).stem                          # pickle finds f by this name
         if module_name in {*sys.modules, *sys.stdlib_module_names}:
             module_name = path
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -1080,14 +1074,6 @@ def checkpoints_in(folder):
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
-def load_checkpoint(state, saved):
-    """Set the step, the optimizer and the reference model to those of a checkpoint."""
-    state.step = saved["step"]
-    state.optimizer.load_state_dict(saved["optimizer"])
-    if state.reference:
-        state.reference.load_state_dict(saved["reference"])
-
-
 def parse_options(argv):
     """The GRPOConfig of a run, its other options, and what its checkpoint has saved, or None."""
     from transformers import HfArgumentParser
@@ -1104,7 +1090,7 @@ def parse_options(argv):
     parser.add_argument(
         "--resume_from_checkpoint",
         help="a checkpoint-STEP, or a run's folder: its newest; repeat model, data, rewards")
-    options, saved = parser.parse_args(argv), None             # for what sets the defaults
+    options, saved = parser.parse_args(argv), None             # parsed twice: first for defaults
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if options.model == "tiny":
@@ -1229,7 +1215,10 @@ def run(config, options, saved, argv):
             if config.beta > 0 and not saved["reference"]:     # π_ref would be the resumed policy
                 raise InputError(f"beta: got {config.beta}; allowed is 0, as in the resumed run: "
                                  "its checkpoint has no reference model")
-            load_checkpoint(state, saved)
+            state.step = saved["step"]
+            state.optimizer.load_state_dict(saved["optimizer"])
+            if state.reference:
+                state.reference.load_state_dict(saved["reference"])
             for name, value in vars(config).items():
                 if value != saved["config"].get(name):
                     print(f"{name} {saved['config'].get(name)} -> {value}")
