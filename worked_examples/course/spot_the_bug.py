@@ -81,7 +81,7 @@ def run(exhibits):
     for exhibit in exhibits:
         print(f"{exhibit}.", seen_with(exhibit))
         for row, right, wrong, is_so in compare(exhibit, policy, "--max_steps", "20"):
-            print(f"{row:56}{right:10.2g}{wrong:10.2g}{'' if is_so else '   not so'}", flush=True)
+            print(f"{row:56}{right:10.3g}{wrong:10.3g}{'' if is_so else '   not so'}", flush=True)
 
 
 if __name__ == "__main__":
