@@ -153,20 +153,25 @@ def test_a_uniform_number_chooses_the_first_token_whose_sum_is_above_it(weights,
 
 
 def test_a_reward_sees_the_text_that_the_model_wrote():
-    """Special tokens stay, EOS and padding do not; a chat's answer begins with the <think> that its template opens."""
+    """Special tokens stay, EOS and padding do not; an answer begins with the <think> that its prompt, or the chat
+    template, ends in."""
     tokenizer, config = chat_tokenizer(), grpo.GRPOConfig(**SMALL)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     rng = numpy.random.default_rng(0)
     r = grpo.sample_rollout(LLAMA, tokenizer, PROBLEMS[:2], config, rng)
     words = [*tokenizer.convert_ids_to_tokens(range(17)), "", "", ""]   # the model has 20
-    written = [[words[i] for i in ids if i > 1] for ids in r.completion_ids.tolist()]
+    written = [[words[i] for i, m in zip(ids, mask) if m and i != 1]
+               for ids, mask in zip(r.completion_ids.tolist(), r.completion_mask)]
     assert r.completions == ["".join(text) for text in written] and "<think>" in "".join(r.completions)
     tokenizer.chat_template += "<think>"
-    chat = [{"prompt": [{"role": "user", "content": "1+2"}]}]
-    with mock.patch.object(tokenizer, "batch_decode", return_value=["a</think>b"]):
-        r = grpo.sample_rollout(LLAMA, tokenizer, chat, config)
-    assert r.completions == [[{"role": "assistant", "content": "<think>a</think>b"}]]
-    assert grpo.think_format_reward(r.completions) == [1.0]
+    ids = torch.tensor([[4, 3, 0, 5, 1], [4, 3, 5, 1, 0]])              # a <pad> that was sampled, and padding
+    sampled = ids, grpo.make_completion_mask(ids, 1), torch.zeros(2, 5)
+    with mock.patch.object(grpo, "generate", return_value=sampled):
+        r = grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": "1+<think>"}, {"prompt": "1+2="}], config)
+        assert r.completions == ["<think>0</think><pad>1", "0</think>1"]
+        r = grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": [{"role": "user", "content": "1+2"}]}] * 2, config)
+    assert [message["content"] for message, in r.completions] == ["<think>0</think><pad>1", "<think>0</think>1"]
+    assert grpo.think_format_reward(r.completions) == [1.0, 1.0]
 
 
 @draws(30)
@@ -430,7 +435,7 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
     assert prompts == [text.replace("<pad>", "") for text in tokenizer.batch_decode(r.prompt_ids)]
     assert prompts == [text for text in prompts[::4] for _ in range(4)] and len(set(prompts)) == 2
     assert columns["completion_ids"] == [ids[m == 1].tolist() for ids, m in zip(r.completion_ids, r.completion_mask)]
-    answers = tokenizer.batch_decode(columns["completion_ids"], skip_special_tokens=True)
+    answers = [tokenizer.decode([i for i in ids if i != 1]) for ids in columns["completion_ids"]]
     assert r.completions == columns["completions"] == [[{"role": "assistant", "content": x}] for x in answers]
 
 
@@ -455,7 +460,7 @@ class Judge:
 def test_each_reward_function_has_a_metric_of_its_own_name():
     """Two of one name, a partial, an object; a name of the command line: its word"""
     both = [by_row, functools.partial(first_two), Judge(), lambda **columns: by_row(columns["completions"]), by_row]
-    (_, _, metrics), = steps_of(make_model("Llama"), [*both, grpo.load_reward_func("accuracy")])
+    (_, _, metrics), = steps_of(make_model("Llama"), [*both, *grpo.load_reward_funcs(["accuracy"])])
     means = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
     assert means == pytest.approx({
         "rewards/by_row_0/mean": 1.0, "rewards/partial/mean": 0.325, "rewards/Judge/mean": 3.5,
@@ -484,6 +489,8 @@ def test_an_error_inside_what_a_function_returns_lazily_is_its_own(kind):
     with pytest.raises(kind, match="mine") as error:
         next(steps_of(make_model("Llama"), [lambda completions, **columns: map(wrong, completions)]))
     assert error.type is kind
+    with pytest.raises(RuntimeError, match="<lambda> called sys.exit"):         # as a completion that is executed may
+        next(steps_of(make_model("Llama"), [lambda completions, **columns: sys.exit()]))
 
 
 # §10, §12 Checkpoints -------------------------------------------------------------------------------------------------
@@ -543,12 +550,26 @@ def test_what_a_resume_changes_is_printed_and_a_run_s_folder_is_its_newest_check
     assert sorted(path.name for path in (data / "out").iterdir())[0] == "checkpoint-10"
     done = cli(*again, "--learning_rate", 0.5)
     assert done.code == 0 and f"{data}/out/checkpoint-10: 12 problems" in done.out and "nowhere" not in done.out
-    assert "learning_rate 0.01 -> 0.5\nnothing left to do: step 10 of max_steps 10\n" in done.out
+    done = cli(*again, "--learning_rate", 0.5, "--reward_funcs", "think_format")
+    assert "learning_rate 0.01 -> 0.5\nreward_funcs ['think_format', " in done.out
+    assert "] -> ['think_format']\nnothing left to do: step 10 of max_steps 10\n" in done.out
     done = cli(*again, "--beta", 0.5, "--max_steps", 12)
     assert done.code == 2 and "beta: got 0.5; allowed is 0" in done.err
     (data / "out/checkpoint-10/metrics.jsonl").unlink()
     done = cli(*again, "--max_steps", 12)
     assert done.code == 2 and "checkpoint-10" in done.err and "Traceback" not in done.err + done.out
+
+
+def test_a_resume_from_a_copy_of_a_checkpoint_leaves_its_neighbours(data, monkeypatch):
+    """A folder without metrics.jsonl is no run's: the resumed run takes a new one."""
+    monkeypatch.chdir(data)
+    for name, seed in ("a", 1), ("b", 2):
+        assert cli(*command(data, max_steps=1 + seed, seed=seed, output_dir=data / name)).code == 0
+    for copied in "a/checkpoint-2", "b/checkpoint-3":
+        shutil.copytree(copied, data / "keep" / copied[2:])
+    run = command(data, max_steps=4, output_dir=None, resume_from_checkpoint=data / "keep/checkpoint-2")
+    assert cli(*run).code == 0 and len(lines_of(data / "grpo-output")) == 4
+    assert sorted(os.listdir(data / "keep")) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(data, monkeypatch):
@@ -690,12 +711,14 @@ BAD = [  # flags or lines of the dataset, what the one line must say
     (dict(dataset="null.jsonl", reward_funcs="accuracy"), "got .*'solution': None.; allowed with accuracy: a solution"),
     (dict(output_dir="text.jsonl"), "text.jsonl"), (dict(loss_type="bnpo"), "--loss_type"),
     (dict(num_gen=4), "--num_gen"), (dict(max_completion_length=60), "got 60; allowed is up to 5[0-9]"),
-    ('{"prompt": [{"role": "user"}], "a": 1}', "line 1: .* of a role and a content"),
+    ('{"prompt": [{"role": "user"}], "a": 1}', "line 1: .* of a role and a text"),
     ('{"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}', "last not the assistant"),
     ('{"prompt": "1", "solution": "1", "prompts": 1}', "multiple values for keyword argument 'prompts'"),
     (dict(dataset="empty.jsonl", reward_funcs="accuracy"), "'solution': ' '.; allowed with accuracy: a solution"),
+    ('{"prompt": "1", "solution": ["1", "one"]}', "allowed with accuracy: a solution, a text or a number"),
+    ('{"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}], "a": "1"}', "a text as content"),
     (dict(output_dir="text.jsonl/sub"), "output_dir: got text.jsonl/sub"), (dict(reward_weights=[nan, 1]), ".nan, 1"),
-    (dict(model="models/judge"), "model: got models/judge; .*without .'lm_head.weight'"),
+    (dict(model="models/judge"), "model: got models/judge; .*no .'lm_head.weight'"),
     (dict(model="broken"), "model: got broken; SafetensorError"), (dict(model="eos"), "got .* appends no token"),
     (dict(model="narrow"), "prompt: got '.*'; token 1[0-9] is not among the model's 10"),
     (dict(policy_loss="sapo", epsilon_high=0.3), "_high: got 0.3"), (dict(policy_loss="sapo", epsilon=0.1), "got 0.1"),
@@ -763,7 +786,7 @@ def test_a_trial_finds_a_model_that_ignores(what):
     model = make_model("GPT2")
     grpo.try_out(model)
     model.forward = WITHOUT[what](model.forward)
-    with pytest.raises((grpo.InputError, TypeError), match="padding changes its log-probs|past_key_values"):
+    with pytest.raises((grpo.InputError, TypeError), match="padding or its cache changes|past_key_values"):
         grpo.try_out(model)
 
 
@@ -777,15 +800,21 @@ def test_a_mixture_whose_router_logits_are_asked_for_is_refused(data):
 
 
 def test_a_reward_may_use_a_pool_of_processes(data):
-    """A function of its file is found in a worker; no signal handler of the run's is inherited there."""
+    """A function of its file is found in a worker, whatever the file is called, and a file is loaded once; no signal
+    handler of the run's is inherited there."""
     (data / "rewards.py").write_text(
-        "import multiprocessing, signal\ndef one(text): return len(text) + 0.5\n"
+        "import multiprocessing, signal\nprint('loaded')\ndef one(text): return len(text) + 0.5\n"
         "def length(completions, **columns):\n"
         "    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
-        "    with multiprocessing.Pool(2) as pool: return pool.map(one, completions)")
-    words = command(data, dataset=data / "text.jsonl", reward_funcs=f"{data}/rewards.py:length", max_steps=2)
+        "    with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(one, completions)\n"
+        "def zero(completions, **columns): return [0] * len(completions)")
+    shutil.copy(data / "rewards.py", data / "torch.py")
+    names = [f"{data}/rewards.py:zero", f"{data}/rewards.py:length", f"{data}/torch.py:length"]
+    words = command(data, dataset=data / "text.jsonl", reward_funcs=names, max_steps=2)
     done = subprocess.run([sys.executable, grpo.__file__, *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and lines_of(data / "out")[1][f"rewards/{data}/rewards.py:length/mean"] > 0.5, done
+    assert done.returncode == 0 and done.stdout.count("loaded") == 2, done
+    for name in names[1:]:
+        assert lines_of(data / "out")[1][f"rewards/{name}/mean"] > 0.5
 
 
 def test_full_determinism_asks_torch_for_it(data, monkeypatch):
