@@ -90,7 +90,7 @@ class Laws:
         mine, ours = defaults(function or not_written), defaults(getattr(NAMES[name], name))
         other = {option: x for option, x in ours.items() if x is not MISSING and mine.get(option, x) != x}
         passed = {option: x for option, x in other.items() if x is not None or mine[option] is MISSING}
-        self.notes[name] = [f"your default {option} is {mine[option]}" for option in passed if mine[option] is not MISSING]
+        self.notes[name] = [f"your default {x} is {mine[x]}" for x in passed if mine[x] is not MISSING]
 
         def call(*args, **options):
             __tracebackhide__ = True

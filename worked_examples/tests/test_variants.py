@@ -36,7 +36,7 @@ def test_leave_one_out_advantages_match_the_oracle(groups):
 
 
 def test_distillation_advantages_match_the_worked_numbers_and_are_constants():
-    """A = log π_teacher - log π: of two words the student expects both, ½ and ½, its teacher ¾ and ¼"""
+    """A = log π_teacher - log π: of two words the student expects both, ½ and ½, its teacher ¾ and ¼ (page 10)"""
     teacher, student, mask = f64([[0.75, 0.25]]).log(), f64([[0.5, 0.5]]).log(), torch.ones(1, 2)
     expect(variants.distillation_advantages(teacher, student, mask), [[0.4055, -0.6931]], 5e-5)
     expect(slope(lambda x: variants.distillation_advantages(teacher, x, mask), student), [[0.0, 0.0]])
