@@ -88,8 +88,8 @@ class Laws:
     def watched(self, name, function):
         """The function, as the laws and the file itself call it: it skips a law that cannot be asked."""
         mine, ours = defaults(function or not_written), defaults(getattr(NAMES[name], name))
-        other = {option: x for option, x in ours.items() if x is not MISSING and mine.get(option, x) != x}
-        passed = {option: x for option, x in other.items() if x is not None or mine[option] is MISSING}
+        passed = {option: x for option, x in ours.items() if x is not MISSING and mine.get(option, x) != x
+                  and (x is not None or mine[option] is MISSING)}
         self.notes[name] = [f"your default {x} is {mine[x]}" for x in passed if mine[x] is not MISSING]
 
         def call(*args, **options):
