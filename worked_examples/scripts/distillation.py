@@ -26,12 +26,12 @@ def compute_advantages(rewards, rollout, config):
 
 if __name__ == "__main__":
     config, options, _ = grpo.parse_options(["--model", "tiny", *sys.argv[1:]])
-    student, tokenizer, problems, _, held_out = grpo.load_job(config, options)
-    reward_funcs = [grpo.accuracy_reward]                               # the student's: only for the metrics
+    student, tokenizer, problems, reward_funcs, held_out = grpo.load_job(config, options)
     teacher = copy.deepcopy(student)
     list(tqdm(grpo.train(teacher, tokenizer, problems, reward_funcs, config), "GRPO", total=config.max_steps))
     before = grpo.evaluate(student, tokenizer, held_out, reward_funcs, config)
-    steps = grpo.train(student, tokenizer, problems, reward_funcs, config, compute_advantages=compute_advantages)
+    steps = grpo.train(student, tokenizer, problems, reward_funcs, config,  # its rewards are only for the metrics
+                       compute_advantages=compute_advantages)
     list(tqdm(steps, "distillation", total=config.max_steps))
     after = grpo.evaluate(student, tokenizer, held_out, reward_funcs, config)
     best = grpo.evaluate(teacher, tokenizer, held_out, reward_funcs, config)
