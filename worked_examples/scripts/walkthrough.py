@@ -8,7 +8,7 @@ half minute on one core. To see the same in grpo.py's own loop, `python -m pdb g
 
     b clipped_surrogate_loss, (ratio - 1).abs().max() > 0.01
     c
-    p ratio
+    p ratio.aminmax()
 
 stops in the second update, where ratios are not 1 any more; two frames up (u 2), train has rewards, advantages, logps.
 """

@@ -586,7 +586,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(data, monkeypatch):
     assert (data / "grpo-output/metrics.jsonl").exists() and "asking" not in done.out
     assert cli(*command(data, output_dir="grpo-output-2", max_steps=1)).code == 0       # its run is over
     (data / "deep").mkdir()
-    assert cli(*command(data, output_dir="deep/er/out", model="judge")).code == 2
+    assert cli(*command(data, output_dir="deep/er/out", model="models/judge")).code == 2
     assert list((data / "deep").iterdir()) == []
 
 
