@@ -189,7 +189,9 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
         if compute_entropy:
             entropies.append(entropy_from_logits(some.detach()))                # (B, 64)
     logps = torch.cat(logps, 1).masked_fill(padding, 0)                         # (B, T)
-    return logps, torch.cat(entropies, 1).masked_fill(padding, 0) if compute_entropy else None
+    if not compute_entropy:
+        return logps, None
+    return logps, torch.cat(entropies, 1).masked_fill(padding, 0)
 
 
 # §4 Importance ratio and clip ---------------------------------------------------------------------
@@ -1131,6 +1133,8 @@ def claim_folder(options):
         number += 1
         free = f"grpo-output-{number}"
     folder = Path(options.output_dir or home or free)
+    if checkpoints_in(folder) and folder.resolve() != home:
+        raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
     paths = folder / "metrics.jsonl", folder, *folder.parents
     new = [path for path in paths if not path.exists()]
     try:
@@ -1140,8 +1144,6 @@ def claim_folder(options):
     except OSError as error:
         raise InputError(f"output_dir: got {folder}; allowed is a folder that can be written, and "
                          f"in which no other run is ({error})") from error
-    if checkpoints_in(folder) and folder.resolve() != home:
-        raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
     return folder, log, new
 
 

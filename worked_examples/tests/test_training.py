@@ -561,12 +561,13 @@ def test_what_a_resume_changes_is_printed_and_a_run_s_folder_is_its_newest_check
 
 
 def test_a_resume_from_a_copy_of_a_checkpoint_leaves_its_neighbours(data, monkeypatch):
-    """A folder without metrics.jsonl is no run's: the resumed run takes a new one."""
+    """A folder without metrics.jsonl is no run's: the resumed run takes a new one. A refused run leaves none there."""
     monkeypatch.chdir(data)
     for name, seed in ("a", 1), ("b", 2):
         assert cli(*command(data, max_steps=1 + seed, seed=seed, output_dir=data / name)).code == 0
     for copied in "a/checkpoint-2", "b/checkpoint-3":
         shutil.copytree(copied, data / "keep" / copied[2:])
+    assert cli(*command(data, output_dir=data / "keep")).code == 2
     run = command(data, max_steps=4, output_dir=None, resume_from_checkpoint=data / "keep/checkpoint-2")
     assert cli(*run).code == 0 and len(lines_of(data / "grpo-output")) == 4
     assert sorted(os.listdir(data / "keep")) == ["checkpoint-2", "checkpoint-3"]
