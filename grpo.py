@@ -31,19 +31,19 @@ on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With �
 multiplies the KL by ρ (use_bias_correction_kl). The paper's loss: --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float.
-What importance_ratio, aggregate and grpo_loss get where it is 0, even NaN, reaches neither their
-result nor its gradient; a model's NaN logits there do reach the weights' gradient. Most shapes that
-would be wrong in silence, and unknown words, are errors that name the argument, what came and what
-is allowed. Top-k and top-p sampling are left out: they change the log-probs.
+Where it is 0, what importance_ratio, aggregate and grpo_loss are given, even NaN, reaches neither
+the result nor its gradient; a model's NaN logits there do reach its weights' gradient. Most shapes
+that would be wrong in silence, and unknown words, are errors that name the argument, what came and
+what is allowed. Top-k and top-p sampling are left out: they change the log-probs.
 """
 
+import contextlib
 import copy
-import functools
-import importlib.util
-import inspect
+import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -57,6 +57,7 @@ from typing import Literal, NamedTuple
 
 import numpy
 import torch
+from torch.nn.functional import pad
 from tqdm import tqdm
 
 # §1 Rewards ---------------------------------------------------------------------------------------
@@ -72,7 +73,8 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     rewards = rewards_per_func * 1.0                           # (B, F); integers become floats
     if reward_weights is not None:
         weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
-        assert weights.shape == rewards.shape[1:], f"reward_weights: got {weights}; allowed is (F,)"
+        assert weights.shape == rewards.shape[1:] and weights.isfinite().all(), (
+            f"reward_weights: got {weights}; allowed is (F,), finite")
         rewards = rewards * weights
     return rewards.nansum(1)                                                    # (B,)
 
@@ -105,8 +107,10 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     Source: DeepSeekMath §4.1.2, without eps (TRL 1e-4, verl 1e-6); "none": Dr. GRPO
     (arXiv:2503.20783) §3.1. Args: as in group_stats. Returns: (B,), exactly 0 in a silent group.
     """
+    dtype = torch.result_type(rewards, 1.0)                    # integers become floats
+    rewards = rewards.to(torch.promote_types(dtype, torch.float32))             # (B,)
     mean, std = group_stats(rewards, num_generations, correction=correction)    # (P,), (P,)
-    centred = rewards * 1.0 - mean.repeat_interleave(num_generations)           # (B,)
+    centred = rewards - mean.repeat_interleave(num_generations)                 # (B,)
     if scale_rewards == "group":
         scale = std.repeat_interleave(num_generations) + eps                    # (B,)
     elif scale_rewards == "batch":
@@ -115,7 +119,8 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
         scale = 1.0
     else:
         raise ValueError(f"scale_rewards: got {scale_rewards!r}; allowed: 'group', 'batch', 'none'")
-    return torch.where(centred == 0, 0, centred / scale)       # silent: 0, not 0/0 at eps = 0
+    advantages = torch.where(centred == 0, 0, centred / scale)         # not 0/0 at eps = 0
+    return advantages.to(dtype)
 
 
 def broadcast_advantages(advantages, completion_mask):
@@ -180,14 +185,14 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     positions = mask.cumsum(1) - mask                          # how many real tokens come before
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False,
                    logits_to_keep=completion_ids.size(1) + 1)
-    logits = output.logits[:, :-1]                             # (B, T, V): t - 1 predicts token t
+    logits = output.logits[:, -1 - completion_ids.size(1):-1]  # (B, T, V): t - 1 predicts token t
     logps, entropies = [], []
-    # 64 positions at a time: what lies between logits and log-probs is not kept for all at once.
-    for some, index in zip(logits.split(64, 1), ids[:, prompt_ids.size(1):].split(64, 1)):
+    # 16 positions at a time, so that float32 copies are small; with gradient, log-softmax is kept.
+    for some, index in zip(logits.split(16, 1), ids[:, prompt_ids.size(1):].split(16, 1)):
         some = some.to(torch.promote_types(some.dtype, torch.float32)) / temperature
-        logps.append(selective_log_softmax(some, index))                        # (B, 64)
+        logps.append(selective_log_softmax(some, index))                        # (B, 16)
         if compute_entropy:
-            entropies.append(entropy_from_logits(some.detach()))                # (B, 64)
+            entropies.append(entropy_from_logits(some.detach()))                # (B, 16)
     logps = torch.cat(logps, 1).masked_fill(padding, 0)                         # (B, T)
     if not compute_entropy:
         return logps, None
@@ -277,7 +282,8 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0.
-    On average over the next token, drawn from π_θ after a given text, with a constant weight:
+    On average over the next token, drawn from π_θ after a given text, with a weight that does not
+    depend on it:
               value      gradient by autograd, which does not see that the samples depend on θ
         k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
@@ -292,7 +298,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     if estimator == "k2":
         return k1.square() / 2
     if estimator == "k3":
-        return torch.expm1(-k1) + k1                           # exp(x) - 1, accurate near x = 0
+        return torch.expm1((-k1).clamp(max=20)) + k1           # exp(x) - 1, accurate near x = 0
     raise ValueError(f"estimator: got {estimator!r}; allowed is 'k1', 'k2' or 'k3'")
 
 
@@ -372,6 +378,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         lower, upper = 1 - epsilon_low, 1 + epsilon_high
         per_token_loss = clipped_surrogate_loss(
             ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
+        assert delta is None or delta >= upper, f"delta: got {delta}; allowed is {upper} or more"
     elif policy_loss == "cispo":
         upper = 5.0 if epsilon_high is None else epsilon_high
         per_token_loss = cispo_loss(logps, ratio, advantages, epsilon_high=upper)
@@ -438,20 +445,27 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def accuracy_reward(completions, solution, **kwargs):
-    r"""Give 1 to an answer whose text is the solution, else 0; None where there is no solution.
+def final_answer(text):
+    r"""What follows the last </think>; if that has a \\boxed{}, the last one's content."""
+    answer = text.rpartition("</think>")[2]
+    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer)          # \frac{1}{2}, too
+    return (boxes or [answer])[-1].strip()
 
-    The answer follows the last </think>, or is the whole text. If it has a \boxed{}, the last one's
-    content counts. It may hold braces, as in \boxed{\frac{1}{2}}; a box with braces within these is
-    not seen. Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Numbers, formulas:
+
+def accuracy_reward(completions, solution, **kwargs):
+    """Give 1 to an answer whose text is the solution's, else 0; None where there is no solution.
+
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Numbers, formulas:
     worked_examples/scripts/math_reward.py.
     """
     rewards = []
     for completion, text in zip(completions, solution, strict=True):
-        wanted = "" if text is None else str(text).strip()
-        answer = text_of(completion).rpartition("</think>")[2]
-        boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer]
-        rewards.append(float(boxes[-1].strip() == wanted) if wanted else None)
+        is_missing = text is None or text != text              # NaN: how pandas writes a gap
+        if isinstance(text, int | float):
+            text = str(text).removesuffix(".0")                # 72.0: how it writes 72 beside a gap
+        wanted = "" if is_missing else final_answer(text)
+        is_right = final_answer(text_of(completion)) == wanted
+        rewards.append(float(is_right) if wanted else None)
     return rewards
 
 
@@ -471,46 +485,40 @@ def think_format_reward(completions, **kwargs):
 
 # §9 Sampling --------------------------------------------------------------------------------------
 
-class InputError(ValueError):
-    """An error that the user can fix: shown in one line, exit code 2."""
-
-
 def choose_tokens(logits, uniforms):
     """Choose token v with probability p_v, p = softmax(logits): the first v with Σ_{w<=v} p_w > u.
 
-    Args: logits (B, V); uniforms (B,), each u in [0, 1), or None for the likeliest token (greedy).
-    Returns: (B,).
+    Args: logits (B, V); uniforms (B,) in [0, 1), or None for the likeliest token. Returns: (B,).
     """
     if uniforms is None:
         return logits.argmax(-1)
     cdf = logits.softmax(-1, dtype=torch.float64).cumsum(-1)   # (B, V); float32 loses rare tokens
-    drawn = uniforms.unsqueeze(1) * cdf[:, -1:]                # (B, 1); the last is not quite 1
-    tokens = torch.searchsorted(cdf, drawn, right=True)[:, 0]                   # (B,)
-    return tokens.clamp(max=cdf.size(1) - 1)                   # NaN would give V
+    tokens = torch.searchsorted(cdf, uniforms.double().unsqueeze(1), right=True)[:, 0]      # (B,)
+    return tokens.clamp(max=cdf.size(1) - 1)                   # the last sum may round to below u
 
 
-def recorded(function, *inputs):
+def record_on_gpu(function, *inputs):
     """Record what function(*inputs) starts on the GPU, as a CUDA graph; return what repeats it.
 
-    Python starts the thousand kernels of a decoding step one by one, and the GPU waits. The graph
-    starts them at once, on the same memory: new inputs are copied there, and the result lies there.
-    A step that copies from or to the CPU cannot be recorded: then the function itself is returned.
+    Python starts a decoding step's many kernels one by one, while the GPU waits. A graph starts them
+    at once, on fixed memory: new inputs are copied into it, and each call overwrites the last
+    result. A function that waits for the CPU (a mixture of experts may) is returned as it is.
     """
     inputs = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             result = function(*inputs)
-    except RuntimeError:                                       # a mixture of experts, for one
+    except RuntimeError:
         return function
 
-    def replay(*new_inputs):
+    def repeat(*new_inputs):
         for x, new in zip(inputs, new_inputs):
             x.copy_(new)
         graph.replay()
         return result
 
-    return replay
+    return repeat
 
 
 def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token_ids,
@@ -526,8 +534,13 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     from transformers import DynamicCache, StaticCache
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     (P, L), T_max = prompt_ids.shape, max_completion_length
+    room = getattr(model.config, "max_position_embeddings", math.inf)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":                    # beyond, frequencies are others
+        room = rope["original_max_position_embeddings"]
+    assert L + T_max <= room, f"max_completion_length: got {T_max}; allowed is up to {room - L}"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
-    mask = torch.nn.functional.pad((prompt_mask != 0).long(), (0, T_max), value=1)  # (P, L+T_max)
+    mask = pad((prompt_mask != 0).long(), (0, T_max), value=1)                  # (P, L+T_max)
     positions = mask.cumsum(1) - mask                          # how many real tokens come before
     live = torch.arange(P * num_generations, device=mask.device)        # (B,), the rows in the loop
     ended = torch.zeros_like(live, dtype=torch.bool)                            # (B,)
@@ -535,20 +548,20 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
     # On a GPU the step is recorded, with the shapes that it has: the cache has its final width
-    # from the start, and no row leaves the loop. A sliding window's cache counts in Python.
+    # from the start, and no row leaves the loop. Not with a sliding window: it counts in Python.
     cache = DynamicCache(config=model.config)
     is_recorded = mask.is_cuda and model._can_compile_fullgraph and not any(cache.is_sliding)
     if is_recorded:
         cache = StaticCache(config=model.config, max_cache_len=L + T_max)
 
-    def forward(ids, positions):
+    def next_logits(ids, positions):
         width = L + T_max if is_recorded else cache.get_seq_length() + ids.size(1)
         output = model(input_ids=ids, attention_mask=mask[:, :width], position_ids=positions,
                        past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].to(dtype) / temperature                     # (rows, V)
 
     with torch.no_grad():
-        logits = forward(prompt_ids * mask[:, :L], positions[:, :L])            # (P, V)
+        logits = next_logits(prompt_ids * mask[:, :L], positions[:, :L])            # (P, V)
         prompt_of = live // num_generations                                     # (B,)
         cache.reorder_cache(prompt_of)                         # picks rows, so it also repeats
         logits, mask, positions = logits[prompt_of], mask[prompt_of], positions[prompt_of]
@@ -566,26 +579,39 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 cache.reorder_cache(stay)
             step = token.unsqueeze(1), positions[:, L + t, None]                # (rows, 1) each
             if is_recorded and t == 1:                         # a first step has to run before
-                forward = recorded(forward, *step)
-            logits = forward(*step)                                             # (rows, V)
+                next_logits = record_on_gpu(next_logits, *step)
+            logits = next_logits(*step)                                             # (rows, V)
     completion_ids, logps = completion_ids[:, :t + 1], logps[:, :t + 1]         # (B, T)
     completion_mask = make_completion_mask(completion_ids, eos)                 # (B, T)
     padding = completion_mask == 0                             # an ended row has gone on, recorded
-    logps = logps.masked_fill(padding, 0)
-    if not logps.isfinite().all():
-        raise FloatingPointError(f"log-probs of this {type(model).__name__} are not finite")
-    return completion_ids.masked_fill(padding, pad_token_id), completion_mask, logps
+    completion_ids = completion_ids.masked_fill(padding, pad_token_id)
+    return completion_ids, completion_mask, logps.masked_fill(padding, 0)
 
 
 def encode_prompts(tokenizer, prompts, device):
     """Tokenize strings, or messages by the chat template: ids, mask (P, L), padded on the left."""
     is_text = isinstance(prompts[0], str)
     if not is_text:
-        prompts = tokenizer.apply_chat_template(
-            prompts, tokenize=False, add_generation_prompt=True)
+        assert all(prompt[-1]["role"] != "assistant" for prompt in prompts), (
+            "prompt: its last message is the assistant's; allowed is another's")
+        prompts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt",
                        add_special_tokens=is_text).to(device)
     return inputs.input_ids, inputs.attention_mask
+
+
+def ends_of_an_answer(policy, tokenizer):
+    """The EOS ids, and the special token with which the chat template ends a turn, if it has one.
+
+    A base model's EOS is often another token: in a chat its answers would run to the limit.
+    """
+    ids = {tokenizer.eos_token_id, *numpy.atleast_1d(policy.generation_config.eos_token_id)}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "7"}]
+        behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("7")[2]
+        ids |= {token for token, added in tokenizer.added_tokens_decoder.items()
+                if added.special and behind.startswith(added.content)}
+    return list(ids - {None})
 
 
 class Rollout(NamedTuple):
@@ -598,37 +624,49 @@ class Rollout(NamedTuple):
     completion_mask: torch.Tensor       # (B, T)
     sampler_logps: torch.Tensor         # (B, T), the sampler's record: log π_old up to rounding
     terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
+    rewards_per_func: torch.Tensor = None       # (B, F), added by train
+    advantages: torch.Tensor = None             # (B, T), added by train
 
 
 def sample_rollout(policy, tokenizer, examples, config, rng=None):
-    """Algorithm 1, line 7: sample G answers to each prompt; without a generator one, greedily."""
-    device = policy.device
+    """Algorithm 1, line 7: sample G answers to each prompt; without rng one, greedily."""
     G = config.num_generations if rng else 1
     shape = len(examples) * G, config.max_completion_length
-    uniforms = torch.tensor(rng.random(shape), device=device) if rng else None  # (B, T_max)
+    uniforms = torch.tensor(rng.random(shape), device=policy.device) if rng else None
     prompts = [example["prompt"] for example in examples]
-    prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)        # (P, L)
-    more = numpy.atleast_1d(policy.generation_config.eos_token_id)      # a list, a number or None
-    eos = torch.tensor([*{tokenizer.eos_token_id, *more} - {None}], device=device)
-    sampler = copy.deepcopy(policy).bfloat16() if config.bf16 else policy
+    prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, policy.device)         # (P, L)
+    eos = torch.tensor(ends_of_an_answer(policy, tokenizer), device=policy.device)
+    assert not torch.isin(prompt_ids[:, -1], eos).any(), "prompt: its tokenizer or template ends it"
+    policy.eval()                                              # dropout would change π in each pass
+    sampler = copy.deepcopy(policy) if config.bf16 else policy
+    if config.bf16:
+        for weight in sampler.parameters():                    # buffers, as RoPE's, stay float32
+            weight.data = weight.data.bfloat16()
     completion_ids, completion_mask, sampler_logps = generate(
         sampler, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
         eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
         temperature=config.temperature, uniforms=uniforms)
     # A text is what was sampled, <pad> or a special <think> included, but for the EOS.
-    written = (completion_mask != 0) & ~torch.isin(completion_ids, eos)         # (B, T)
-    completions = tokenizer.batch_decode(
-        [ids[row] for ids, row in zip(completion_ids, written)], clean_up_tokenization_spaces=False)
+    is_eos = torch.isin(completion_ids, eos)                                    # (B, T)
+    is_text = (completion_mask != 0) & ~is_eos                                  # (B, T)
+    texts = tokenizer.batch_decode([ids[keep] for ids, keep in zip(completion_ids, is_text)],
+                                   clean_up_tokenization_spaces=False)
     # Where a prompt, or its chat template, ends in <think>, the answer begins with it.
     opened = [text.rstrip().endswith("<think>") for text in tokenizer.batch_decode(prompt_ids)]
-    completions = ["<think>" * opened[i // G] + text for i, text in enumerate(completions)]
+    completions = ["<think>" * opened[i // G] + text for i, text in enumerate(texts)]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    terminated = torch.isin(completion_ids, eos).any(1)                         # (B,)
-    examples = [copy.deepcopy(example) for example in examples for _ in range(G)]         # B
-    prompt_ids, prompt_mask = (x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask))
-    return Rollout(examples, completions, prompt_ids, prompt_mask, completion_ids, completion_mask,
-                   sampler_logps, terminated)
+    return Rollout(
+        [copy.deepcopy(example) for example in examples for _ in range(G)], completions,
+        prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
+        completion_ids, completion_mask, sampler_logps, terminated=is_eos.any(1))
+
+
+def one_line(rollout, i, reward):
+    """The end of row i's prompt, and the beginning of its answer."""
+    prompt, answer = text_of(rollout.examples[i]["prompt"]), text_of(rollout.completions[i])
+    end = "" if rollout.terminated[i] else " (cut off)"
+    return f"  {prompt[-30:]!r} -> {answer!r:.90}{end}   reward {reward:g}"
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
@@ -637,10 +675,10 @@ def evaluate(policy, tokenizer, dataset, reward_funcs, config):
     for start in range(0, len(dataset), config.generation_batch_size):
         examples = dataset[start:start + config.generation_batch_size]
         rollout = sample_rollout(policy, tokenizer, examples, config)
-        rewards += compute_rewards(reward_funcs, rollout)[:, 0].tolist()
+        rewards += compute_rewards(reward_funcs[:1], rollout)[:, 0].tolist()
         if start == 0:
-            for row, completion, reward in zip(examples[:4], rollout.completions, rewards):
-                print(f"  {text_of(row['prompt'])} {text_of(completion)!r:.90}   reward {reward:g}")
+            for i, reward in enumerate(rewards[:4]):
+                print(one_line(rollout, i, reward))
     return numpy.nanmean(rewards)
 
 
@@ -653,60 +691,49 @@ def option(default, text):
 @dataclass
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size, 0 or more; it falls linearly towards 0")
-    warmup_steps: int = option(0, "steps over which the step size rises first, 0 or more")
+    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly towards 0")
+    warmup_steps: int = option(0, "steps over which the step size rises first")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps in all, 1 or more; each learns from one new batch")
+    max_steps: int = option(100, "steps in all; each learns from one new batch")
     num_generations: int = option(8, "G, completions for each prompt: 2 or more")
     generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
     num_iterations: int = option(1, "mu, passes over each batch, 1 or more")
     num_mini_batches: int = option(1, "parts of a pass, random, one update each: 1 to B")
-    per_device_train_batch_size: int = option(8, "1 or more rows scored at once: memory, not maths")
-    max_completion_length: int = option(512, "T_max, the longest completion in tokens, 1 or more")
+    per_device_train_batch_size: int = option(8, "rows scored at once: memory, not maths")
+    max_completion_length: int = option(512, "T_max, the longest completion in tokens")
     temperature: float = option(1.0, "of sampling and of scoring, above 0")
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
     policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(
-        0.2, "with clip: range below 1, 0 to 1; also above, if epsilon_high is None")
-    epsilon_high: float | None = option(
-        None, "clip range above 1, 0 or more; with cispo the cap of the ratio (5); not with sapo")
+    epsilon: float = option(0.2, "with clip: range below 1; also above, if epsilon_high is None")
+    epsilon_high: float | None = option(None, "clip: range above 1; cispo: cap of the ratio (5)")
     delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
-    beta: float = option(0.0, "weight of the KL term, 0 or more; 0: no reference model")
+    beta: float = option(0.0, "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
     reward_weights: list[float] | None = option(None, "a number for each reward function (1)")
     mask_truncated_completions: bool = option(False, "no loss on answers without an EOS")
     sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
-    ref_model_sync_steps: int = option(512, "M, steps of an outer iteration, 1 or more")
-    seed: int = option(42, "0 or more; of all that is drawn, and of the tiny model")
+    ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
+    seed: int = option(42, "of all that is drawn, and of the tiny model")
     bf16: bool = option(False, "bfloat16: autocast in training, a copy of the weights samples")
-    full_determinism: bool = option(False, "on a GPU: the same bits in each run, a third slower")
-    save_steps: int = option(10, "steps between checkpoints, 1 or more; only the last is kept")
+    full_determinism: bool = option(False, "on a GPU: deterministic kernels, a third slower")
+    save_steps: int = option(10, "steps between checkpoints; only the last is kept")
 
     def __post_init__(self):
-        B, G, is_clip = self.generation_batch_size, self.num_generations, self.policy_loss == "clip"
-        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        least = dict(
-            learning_rate=0, warmup_steps=0, max_grad_norm=0, max_steps=1, num_generations=2,
-            num_iterations=1, per_device_train_batch_size=1, max_completion_length=1, beta=0,
-            ref_model_sync_steps=1, seed=0, save_steps=1)
-        allowed = {name: low <= getattr(self, name) < math.inf for name, low in least.items()}
-        allowed |= {
-            "generation_batch_size": B >= G > 0 and B % G == 0,
-            "num_mini_batches": 1 <= self.num_mini_batches <= B,
-            "temperature": 0 < self.temperature < math.inf,
-            "epsilon": 0 <= self.epsilon <= 1 and (is_clip or self.epsilon == 0.2),
-            "epsilon_high": 0 <= above < math.inf and (
-                self.epsilon_high is None or self.policy_loss != "sapo"),
-            "delta": self.delta is None or is_clip and 1 + above <= self.delta < math.inf,
-            "use_bias_correction_kl": self.beta > 0 or not self.use_bias_correction_kl,
-            "reward_weights": all(map(math.isfinite, self.reward_weights or [])),
-            "sync_ref_model": self.beta > 0 or not self.sync_ref_model}
-        for name, is_allowed in allowed.items():
-            if not is_allowed:
-                words = self.__dataclass_fields__[name].metadata["help"]
-                raise InputError(f"{name}: got {getattr(self, name)!r}; allowed: {words}")
+        for name, value in vars(self).items():
+            kind = type(self).__annotations__[name]
+            is_count = kind is int and name not in ("seed", "warmup_steps")
+            assert not isinstance(value, int | float) or is_count <= value < math.inf, (
+                f"{name}: got {value}; allowed is a number, {int(is_count)} or more")
+        B, G = self.generation_batch_size, self.num_generations
+        assert G > 1 and B % G == 0, (
+            f"generation_batch_size: got {B}; allowed: a multiple of num_generations (2 or more)")
+        assert self.temperature > 0, "temperature: got 0; allowed is more"
+        assert self.beta > 0 or not self.sync_ref_model, "sync_ref_model: allowed with beta > 0"
+        assert self.policy_loss == "clip" or self.epsilon == 0.2, "epsilon: allowed with clip"
+        x = torch.zeros(1, 1)                                  # the loss refuses what it cannot use
+        grpo_loss(x, x, x, ref_logps=x if self.beta > 0 else None, **loss_options(self))
 
 
 def loss_options(config):
@@ -719,8 +746,8 @@ def loss_options(config):
 def outcome_advantages(rewards, rollout, config):
     """Algorithm 1, line 9: from rewards (B,) to (B, T), equal in all tokens of an answer."""
     advantages = group_advantages(
-        rewards, config.num_generations, scale_rewards=config.scale_rewards)    # (B,)
-    return broadcast_advantages(advantages, rollout.completion_mask)
+        rewards, config.num_generations, scale_rewards=config.scale_rewards)    # (B,), float64
+    return broadcast_advantages(advantages, rollout.completion_mask).to(rollout.sampler_logps)
 
 
 def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
@@ -729,24 +756,26 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
 
     The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
     Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
-    Args: policy, tokenizer: a causal LM of transformers, in float32, trained in place, and its
-        tokenizer. dataset: dicts with "prompt", ... compute_advantages: from rewards (B,), the
-        Rollout and the config to (B, T).
+    Args: policy: a float32 causal LM of transformers, trained in place. dataset: dicts with
+        "prompt", ... compute_advantages: from rewards (B,), Rollout and config to (B, T).
     Yields: after each step the state, the Rollout and the metrics, under TRL's names.
     """
-    state = state or initial_state(policy, config)                              # line 1, and 3
-    policy.eval()                                              # dropout would change π in each pass
+    state = state or initial_state(policy, config)                              # 1, 3
     num_updates = config.num_iterations * config.num_mini_batches
     while state.step < config.max_steps:                                        # 2, 4
         started = time.perf_counter()
         rng = step_rng(config, state.step)
+        rate = learning_rate(config, state.step)
+        state.optimizer.param_groups[0]["lr"] = rate
         if config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                # 3: π_ref ← π_θ
 
         # Sample and compare. G answers to each prompt; how far is each above its group's mean?
         examples = sample_batch(dataset, config, rng)                           # 5: P prompts
         rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7: B answers
+        asked = time.perf_counter()
         rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8: (B, F)
+        reward_time = time.perf_counter() - asked
         rewards = combine_rewards(rewards_per_func, config.reward_weights)      # (B,), r_i
         advantages = compute_advantages(rewards, rollout, config)               # 9: (B, T)
         mask = rollout.completion_mask                                          # (B, T)
@@ -761,60 +790,57 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
         # Learn. At beta 0, rows of advantages 0 have a gradient of 0: they are counted, not passed.
-        learns = mask.any(1) & (advantages.any(1) | (config.beta > 0))          # (B,)
-        sums, differences = Counter(), [0.0]
+        learns = (mask if config.beta > 0 else mask * advantages).any(1)        # (B,)
+        gaps = torch.zeros_like(rollout.sampler_logps)                          # (B, T)
+        sums = Counter({"loss": 0, "grad_norm": 0, "clip_ratio/low_mean": 0,
+                        "clip_ratio/high_mean": 0, "clip_ratio/region_mean": 0})
+        if state.reference:
+            sums["kl"] = 0.0                                   # also where no row learns
+        state.optimizer.zero_grad()                            # whatever has left a gradient
         for rows in mini_batches(config, rng):                                  # 10: num_updates
             num_tokens = mask[rows].sum().item()
-            learning = rows[learns[rows].cpu()]
-            for start in range(0, len(learning), config.per_device_train_batch_size):
-                part = learning[start:start + config.per_device_train_batch_size]
+            for part in by_length(rollout, rows[learns[rows].cpu()], config):
+                A, m = advantages[part], mask[part]                             # (part, T)
                 logps = score_rows(policy, rollout, part, config)               # (part, T)
                 old = logps.detach() if old_logps is None else old_logps[part]
                 ref = None if ref_logps is None else ref_logps[part]
                 # 11: ρ = exp(logps - old), l = -min(ρ·A, clip(ρ)·A) + β·KL; their mean
                 loss, loss_metrics = grpo_loss(
-                    logps, advantages[part], mask[part], old_logps=old, ref_logps=ref,
+                    logps, A, m, old_logps=old, ref_logps=ref,
                     num_items_in_batch=num_tokens, num_rows_in_batch=len(rows),
                     **loss_options(config))
                 loss.backward()                                # the gradients of parts add up
-                sums.update(loss=loss.item(), **loss_metrics)
-                differences.append((old - rollout.sampler_logps[part]).abs().max().item())
+                sums.update(loss=loss.item(), **loss_metrics)  # a Counter adds
+                gaps[part] = (old - rollout.sampler_logps[part]).abs() * m      # (part, T)
             norm = torch.nn.utils.clip_grad_norm_(
                 policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
-            rate = learning_rate(config, state.step)
-            state.optimizer.param_groups[0]["lr"] = rate
             state.optimizer.step()                             # without a gradient: no weight moves
-            state.optimizer.zero_grad()                        # now: sampling needs the memory
-            sums.update(grad_norm=norm.item())
+            state.optimizer.zero_grad()                        # sampling needs the memory
+            sums["grad_norm"] += norm.item()
+        gap = (gaps.sum() / mask[learns].sum().clamp(min=1)).item()
+        assert config.bf16 or gap < 1e-3, (                    # rounding: 1e-6 to 1e-4
+            f"sampled and scored log-probs differ by {gap:.2g} nats: positions, mask, cache?")
 
         state.step += 1
-        names = UPDATE_METRICS if ref_logps is None else [*UPDATE_METRICS, "kl"]
+        rollout = rollout._replace(rewards_per_func=rewards_per_func, advantages=advantages)
         yield state, rollout, {
-            "step": state.step, "step_time": time.perf_counter() - started, "learning_rate": rate,
-            **sample_metrics(rollout, reward_funcs, rewards_per_func, rewards, config),
-            **{name: sums[name] / num_updates for name in names},
-            # If this is large: bf16, or a bug in positions, masks, the cache.
-            "sampling/sampling_logp_difference/max": max(differences)}
-
-
-UPDATE_METRICS = ["loss", "grad_norm", "clip_ratio/low_mean", "clip_ratio/high_mean",
-                  "clip_ratio/region_mean"]
+            "step": state.step, "step_time": time.perf_counter() - started,
+            "reward_time": reward_time, "learning_rate": rate,
+            **sample_metrics(rollout, reward_funcs, rewards, config),
+            **{name: total / num_updates for name, total in sums.items()},
+            "sampling/sampling_logp_difference/mean": gap}
 
 
 def initial_state(policy, config):
     """What a run carries from step to step besides the policy's weights."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    optimizer.zero_grad()                                      # a cold start leaves a gradient
-    reference = copy.deepcopy(policy).eval() if config.beta > 0 else None       # π_ref
+    reference = copy.deepcopy(policy) if config.beta > 0 else None              # π_ref
     return SimpleNamespace(step=0, optimizer=optimizer, reference=reference)
 
 
 def step_rng(config, step):
-    """What a step draws follows from seed and step, so a resumed run draws the same.
-
-    In this order: prompts, answers, mini-batches. The 3: the demo draws with 1 and 2.
-    """
-    return numpy.random.default_rng([config.seed, 3, step])
+    """It depends on seed and step alone, so a resumed run draws the prompts, answers, parts."""
+    return numpy.random.default_rng([config.seed, 3, step])    # the demo draws with 1 and 2
 
 
 def sample_batch(dataset, config, rng):
@@ -823,71 +849,55 @@ def sample_batch(dataset, config, rng):
     return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
 
 
-def reward_names(reward_funcs):
-    """What metrics and errors call the functions; two of one name f are f_0 and f_1."""
-    names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
-    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
-
-
-def is_reward(x):
-    """None, or a number that is finite in float32."""
-    try:
-        return x is None or not isinstance(x, str) and abs(float(x)) < 3.4e38
-    except Exception:                                          # of a list, an array
-        return False
-
-
 def compute_rewards(reward_funcs, rollout):
     """Algorithm 1, line 8: what each function says of each completion, (B, F), None as NaN."""
-    B = len(rollout.examples)
-    ids = [row[mask != 0].tolist()
-           for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
-    given = dict(completions=rollout.completions, completion_ids=ids,
-                 prompts=[row["prompt"] for row in rollout.examples])
-    columns = {name: [row[name] for row in rollout.examples]
-               for name in rollout.examples[0] if name != "prompt"}
+    examples = rollout.examples
+    columns = {name: [row[name] for row in examples] for name in examples[0] if name != "prompt"}
+    ids = [row[m != 0].tolist() for row, m in zip(rollout.completion_ids, rollout.completion_mask)]
+    given = dict(prompts=[row["prompt"] for row in examples], completions=rollout.completions,
+                 completion_ids=ids, **columns)
     rewards_per_func = []
-    for name, function in zip(reward_names(reward_funcs), reward_funcs):
-        try:
-            inspect.signature(function).bind(**given, **columns)
-        except TypeError as error:                             # one missing or twice, no **columns
-            raise InputError(f"reward_funcs: {name}: {error}; allowed are arguments among "
-                             f"{[*given, *columns]}, and **columns for the others") from error
-        try:
-            returned = function(**copy.deepcopy(given | columns))      # what it changes is its own
-            is_list = hasattr(returned, "__iter__") and not isinstance(returned, dict | set)
-            rewards = list(returned) if is_list else []
-        except SystemExit as error:                            # else it ends the run, as if done
-            raise RuntimeError(f"reward_funcs: {name} called sys.exit") from error
-        wrong = [x for x in rewards if not is_reward(x)]
-        if wrong or len(rewards) != B:
-            count = f"{len(rewards)} reward{'s' * (len(rewards) > 1)}, " if rewards else ""
-            raise InputError(f"reward_funcs: {name} returned {count}"
-                             f"{wrong or rewards or returned!r:.60}; "
-                             f"allowed are {B}, each a finite number or None")
-        rewards_per_func.append([math.nan if x is None else float(x) for x in rewards])
-    for example, rewards in zip(rollout.examples, zip(*rewards_per_func)):
-        if all(map(math.isnan, rewards)):
-            raise InputError(f"reward_funcs: got None from each for the prompt "
-                             f"{example['prompt']!r:.60}; allowed is a number from one or more")
-    return torch.tensor(rewards_per_func, device=rollout.completion_ids.device).T       # (B, F)
+    for function in reward_funcs:
+        rewards = function(**copy.deepcopy(given))             # what it changes is its own
+        numbers = numpy.asarray(rewards, dtype=float)          # (B,); None becomes NaN
+        assert numbers.shape == (len(examples),) and not numpy.isinf(numbers).any(), (
+            f"reward_funcs: {function} returned {rewards!r:.200}; allowed are {len(examples)}, "
+            "each a finite number or None")
+        rewards_per_func.append(torch.tensor(numbers, device=rollout.completion_ids.device))
+    return torch.stack(rewards_per_func, 1)                                     # (B, F)
 
 
 def score_rows(model, rollout, rows, config):
-    """The log-probs of these rows' completions under the model, in one pass: (rows, T)."""
+    """The log-probs of these rows' completions under the model, in one pass: (rows, T).
+
+    Prompts have one column more than in sampling, answers no column that none of these rows needs.
+    So a model that sees padding, or no positions, disagrees with the sampler, and train ends.
+    """
+    model.eval()                                               # a reward function may train it
+    T = rollout.completion_mask[rows].sum(1).max()
+    prompt_ids = pad(rollout.prompt_ids[rows], (1, 0))                          # (rows, 1+L)
+    prompt_mask = pad(rollout.prompt_mask[rows], (1, 0))                        # (rows, 1+L)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
         logps, _ = per_token_logps(
-            model, rollout.prompt_ids[rows], rollout.prompt_mask[rows],
-            rollout.completion_ids[rows], rollout.completion_mask[rows],
-            temperature=config.temperature)
-    return logps
+            model, prompt_ids, prompt_mask, rollout.completion_ids[rows, :T],
+            rollout.completion_mask[rows, :T], temperature=config.temperature)
+    return pad(logps, (0, rollout.completion_mask.size(1) - T))
 
 
 def score_rollout(model, rollout, config):
     """log π_old or log π_ref of all rows, without gradient: (B, T)."""
-    parts = torch.arange(len(rollout.examples)).split(config.per_device_train_batch_size)
+    logps = torch.zeros_like(rollout.sampler_logps)
     with torch.no_grad():
-        return torch.cat([score_rows(model, rollout, part, config) for part in parts])
+        for part in by_length(rollout, torch.arange(len(logps)), config):
+            logps[part] = score_rows(model, rollout, part, config)
+    return logps
+
+
+def by_length(rollout, rows, config):
+    """Split these rows into what one pass takes, short answers first: a part has little padding."""
+    rows = rows[rollout.completion_mask[rows].sum(1).argsort(stable=True).cpu()]
+    for start in range(0, len(rows), config.per_device_train_batch_size):
+        yield rows[start:start + config.per_device_train_batch_size]
 
 
 def mini_batches(config, rng):
@@ -905,7 +915,7 @@ def learning_rate(config, step):
     return config.learning_rate * min(rising, falling)
 
 
-def sample_metrics(rollout, reward_funcs, rewards_per_func, rewards, config):
+def sample_metrics(rollout, reward_funcs, rewards, config):
     """What a step's samples show; None for a function that gave no reward."""
     mask = rollout.completion_mask                                              # (B, T)
     silent = group_stats(rewards, config.num_generations)[1] == 0               # (P,)
@@ -916,18 +926,29 @@ def sample_metrics(rollout, reward_funcs, rewards_per_func, rewards, config):
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),     # share cut off
         "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # an estimate
-    for name, rewards_of_function in zip(reward_names(reward_funcs), rewards_per_func.T):
-        metrics[f"rewards/{name}/mean"] = rewards_of_function.nanmean()
+    names = [f"rewards/{function.__name__}/mean" for function in reward_funcs]
+    assert len(set(names)) == len(names), f"reward_funcs: got {names}; allowed: each name once"
+    metrics |= zip(names, rollout.rewards_per_func.nanmean(0))
     return {name: None if x.isnan() else x.item() for name, x in metrics.items()}
 
 
+def first_group(rollout, reward_funcs, config):
+    """For completions.jsonl: a prompt, its answers, and how they were scored."""
+    G = config.num_generations
+    scores = zip(reward_funcs, rollout.rewards_per_func[:G].T.tolist())
+    return {"prompt": rollout.examples[0]["prompt"], "completions": rollout.completions[:G],
+            "rewards": {function.__name__: [None if math.isnan(x) else x for x in column]
+                        for function, column in scores},
+            "advantages": rollout.advantages[:G, 0].tolist()}  # of each answer's first token
+
+
 # §11 The demo's task ------------------------------------------------------------------------------
-# --model tiny: a small transformer learns two-digit addition, first from a teacher who mostly
-# forgets the carry (supervised), then from its own answers (GRPO), which takes it beyond its
-# teacher.
+# A small transformer learns two-digit addition: first from a teacher who mostly forgets the carry
+# (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
 TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, generation_batch_size=128,
-            per_device_train_batch_size=128, max_completion_length=28)
+            per_device_train_batch_size=128, max_completion_length=28,
+            reward_funcs=["accuracy_reward", "think_format_reward"])
 
 
 def tiny_tokenizer():
@@ -967,16 +988,16 @@ def teacher_trace(prompt, forgets_carry):
     return f"<think>{thought}</think>{10 * tens + units % 10}<eos>"
 
 
-def cold_start(model, tokenizer, problems, seed, *, steps=500):
+def cold_start(model, tokenizer, problems, seed, *, steps=400):
     """Supervised learning from the teacher: minimise the mean of -log π over its tokens."""
     rng = numpy.random.default_rng([seed, 2])
     traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.9) for row in problems]
     ids = tokenizer(traces, padding=True, return_tensors="pt")["input_ids"].to(model.device)
     labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)      # -100: no loss
     labels[:, :len("47+85=")] = -100
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
     for step in tqdm(range(steps), "cold start", disable=None):
-        chosen = rng.choice(len(ids), 64)
+        chosen = rng.choice(len(ids), 32)
         optimizer.zero_grad()
         model(input_ids=ids[chosen], labels=labels[chosen]).loss.backward()
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1, 2 - 2 * step / steps)  # constant, then to 0
@@ -985,36 +1006,20 @@ def cold_start(model, tokenizer, problems, seed, *, steps=500):
 
 # §12 Command line ---------------------------------------------------------------------------------
 
-def is_prompt(prompt):
-    """A text, or messages of a role and a text, the last of them not the assistant's."""
-    if not isinstance(prompt, list):
-        return isinstance(prompt, str) and prompt.strip() != ""
-    return prompt != [] and all(
-        isinstance(message, dict) and message.get("role") and is_prompt(message.get("content"))
-        for message in prompt) and prompt[-1]["role"] not in ("assistant", "model")
-
-
 def load_dataset(path):
     """Read JSON Lines: "prompt" (all texts, or all messages), further columns, the same in each."""
     rows = []
-    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()  # without a BOM
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")             # -sig: without a BOM
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        got = f"dataset: {path}, line {number}: got {line.decode(errors='replace'):.60}; it"
-        try:
-            row = json.loads(line)                             # UTF-8
-        except ValueError as error:
-            raise InputError(f"{got} is not JSON") from error
-        if not isinstance(row, dict) or not is_prompt(row.get("prompt")):
-            raise InputError(f"{got} has no prompt; allowed is a text, or messages of a role and a "
-                             "text as content, the last not the assistant's")
-        rows.append(row)
-        if row.keys() != rows[0].keys() or type(row["prompt"]) is not type(rows[0]["prompt"]):
-            raise InputError(f"{got} has other columns than line 1, or mixes texts and messages; "
-                             f"allowed is {list(rows[0])}")
-    if not rows:
-        raise InputError(f"dataset: got {path}, an empty file; allowed is an object in each line")
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"dataset: {path}, line {number}: {error}") from error
+            rows.append(row)
+            assert isinstance(row, dict) and row.get("prompt") and row.keys() == rows[0].keys(), (
+                f"dataset: {path}, line {number}: got {row!r:.60}; no prompt, or other columns")
+    assert rows, f"dataset: {path} is empty"
     return rows
 
 
@@ -1024,272 +1029,178 @@ def load_model(name, seed=0):
         tokenizer = tiny_tokenizer()
         return tiny_model(tokenizer, seed), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    if not os.path.isdir(name):
-        print(name, "is not a folder here: asking the hub", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model, found = AutoModelForCausalLM.from_pretrained(
-        name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True,
-        ignore_mismatched_sizes=True)
-    drawn = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]    # at random
-    if drawn:
-        raise InputError(f"its checkpoint has no {sorted(drawn)} of the config's shape; allowed is "
-                         "one with all weights")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"], f"model: {name} has no weights {report['missing_keys']}"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model.generation_config.do_sample = True                   # without it some cannot be saved
     return model, tokenizer
 
 
 def load_reward_funcs(names):
-    """The functions of these names: built in, or f of a user's file, my_rewards.py:f."""
-    reward_funcs, modules = [], {}
-    for name in names:
-        functions = {"accuracy": accuracy_reward, "think_format": think_format_reward}
-        path, _, attribute = name.rpartition(":")
-        if os.path.isfile(path):
-            path = os.path.abspath(path)
-            if path not in modules:
-                sys.path.append(os.path.dirname(path))         # for what it imports
-                module_name = Path(path).stem                  # pickle finds f by this name
-                if module_name in {*sys.modules, *sys.stdlib_module_names}:
-                    module_name = re.sub(r"\W", "_", path)
-                spec = importlib.util.spec_from_file_location(module_name, path)
-                modules[path] = importlib.util.module_from_spec(spec)
-                sys.modules[module_name] = modules[path]
-                spec.loader.exec_module(modules[path])
-            functions[name] = getattr(modules[path], attribute, None)
-        if not callable(functions.get(name)):
-            raise InputError(f"reward_funcs: got {name}; allowed: accuracy, think_format, or "
-                             "FILE.py:f with a function f of a file")
-        reward_funcs.append(functools.partial(functions[name]))
-        reward_funcs[-1].__name__ = name                       # in metrics and errors
-    return reward_funcs
+    """accuracy_reward and think_format_reward are this file's; my_rewards.short is a module's."""
+    sys.path.append(os.getcwd())                               # where my_rewards.py may be
+    return [pkgutil.resolve_name(":".join(name.rsplit(".", 1))) if "." in name else globals()[name]
+            for name in names]
 
 
-def save_checkpoint(policy, tokenizer, state, config, folder, job=None):
-    """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
-    target = folder / f"checkpoint-{state.step}"
-    policy.save_pretrained(f"{target}.new")
-    tokenizer.save_pretrained(f"{target}.new")
-    saved = {"step": state.step, "config": vars(config), "job": job,
-             "optimizer": state.optimizer.state_dict(),
-             "reference": state.reference and state.reference.state_dict()}
-    torch.save(saved, f"{target}.new/trainer_state.pt")
-    shutil.copy(f"{folder}/metrics.jsonl", f"{target}.new")            # the lines up to this step
-    shutil.rmtree(target, ignore_errors=True)                  # an earlier run's, after a resume
-    os.rename(f"{target}.new", target)
-    return target
-
-
-def checkpoints_in(folder):
-    """The folders checkpoint-STEP by STEP: not checkpoint-STEP.new, nor a user's copy."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[11:]))
+@dataclass
+class ScriptArguments:
+    """What is trained, on what, and where it is written; TRL's name."""
+    model: str = option("tiny", "tiny (the demo), or a folder or hub name")
+    dataset: str | None = option(None, "JSON Lines: prompt (text or messages), further columns")
+    eval_dataset: str | None = option(None, "such a file, answered before and after training")
+    reward_funcs: list[str] = field(default_factory=lambda: ["accuracy_reward"], metadata={
+        "help": "accuracy_reward, think_format_reward, or yours, as my_rewards.short"})
+    output_dir: str = option("grpo-output", "the run's folder; where it is there: NAME-2, ...")
+    resume_from_checkpoint: str | None = option(
+        None, "a run's folder or a checkpoint-STEP; its options come back, rewards are repeated")
 
 
 def parse_options(argv):
-    """The GRPOConfig of a run, its other options, and what its checkpoint has saved, or None."""
+    """A command line's GRPOConfig and ScriptArguments; what the checkpoint of a resume holds."""
     from transformers import HfArgumentParser
-    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"grpo.py: error: {message}\n")
-    parser.add_argument("--model", required=True, help="tiny, or a folder or hub name")
-    parser.add_argument("--dataset", help="JSON Lines: prompt (text or messages), further columns")
-    parser.add_argument("--eval_dataset", help="such a file, answered before and after training")
-    parser.add_argument(
-        "--reward_funcs", nargs="+", default=["accuracy"],
-        help="accuracy (compares texts), think_format, or a function f of your own as FILE.py:f")
-    parser.add_argument(
-        "--output_dir", help="a folder without a checkpoint (a new one, or the resumed run's)")
-    parser.add_argument(
-        "--resume_from_checkpoint",
-        help="a checkpoint-STEP, or a run's folder: its newest; repeat model, data, rewards")
-    options, saved = parser.parse_args(argv), None             # parsed twice: first for defaults
-    if (options.model == "tiny") != (options.dataset is None):
-        parser.error(f"dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
-    if options.model == "tiny":
-        parser.set_defaults(**TINY, reward_funcs=["accuracy", "think_format"])
-    checkpoint = options.resume_from_checkpoint and Path(options.resume_from_checkpoint)
-    if checkpoint:
-        checkpoint = [checkpoint, *checkpoints_in(checkpoint)][-1]
-        try:
-            saved = torch.load(
-                checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
-            saved["metrics"] = (checkpoint / "metrics.jsonl").read_text()
-            parser.set_defaults(**saved["config"])             # a flag overrides it
-        except Exception as error:                             # no such file, or another's
-            raise InputError(f"resume_from_checkpoint: got {checkpoint}; allowed is a run's folder "
-                             f"or checkpoint ({type(error).__name__}: {error})") from error
-    config, options = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    options.resume_from_checkpoint = checkpoint
-    return config, options, saved
-
-
-def claim_folder(options):
-    """The folder of a run, its metrics.jsonl, locked for this run, and which paths are new."""
-    import fcntl                                               # not on Windows
-    home = options.resume_from_checkpoint and options.resume_from_checkpoint.resolve().parent
-    if home and not (home / "metrics.jsonl").exists():         # a copy, not in a run's folder
-        home = None
-    free, number = "grpo-output", 1
-    while os.path.exists(free):
-        number += 1
-        free = f"grpo-output-{number}"
-    folder = Path(options.output_dir or home or free)
-    if checkpoints_in(folder) and folder.resolve() != home:
-        raise InputError(f"output_dir: got {folder}; allowed is a folder without a checkpoint")
-    paths = folder / "metrics.jsonl", folder, *folder.parents
-    new = [path for path in paths if not path.exists()]
+    parser = HfArgumentParser([ScriptArguments, GRPOConfig], allow_abbrev=False,
+                              usage="python grpo.py [--help] [--OPTION VALUE ...]")
+    options, saved = parser.parse_args(argv), {}               # parsed twice: first for defaults
+    if options.resume_from_checkpoint:
+        saved = load_checkpoint(options.resume_from_checkpoint)
+        parser.set_defaults(**saved["config"])
+    elif options.model == "tiny":
+        parser.set_defaults(**TINY)
     try:
-        folder.mkdir(parents=True, exist_ok=bool(options.output_dir or home))
-        log = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise InputError(f"output_dir: got {folder}; allowed is a folder that can be written, and "
-                         f"in which no other run is ({error})") from error
-    return folder, log, new
-
-
-def try_out(policy):
-    """Sample two tokens after a padded prompt; score them without padding and without a cache.
-
-    A model without a cache fails; one that ignores position_ids may give other log-probs.
-    """
-    size = policy.get_input_embeddings().weight.size(0)
-    ids = (torch.arange(8, device=policy.device) % size).repeat(2, 1)           # (2, 8)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    tokens, real, sampled = generate(
-        policy, ids, mask, max_completion_length=2, eos_token_ids=-1, num_generations=2)
-    with torch.no_grad():
-        scored, _ = per_token_logps(policy, ids[1:, 4:], mask[1:, 4:], tokens[2:3], real[2:3])
-    if not torch.allclose(scored, sampled[2:3], atol=1e-3):
-        raise InputError(f"padding or its cache changes log-probs: {scored}, {sampled[2:3]}")
+        options, config = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    except AssertionError as error:                            # GRPOConfig's
+        parser.error(str(error))
+    if saved and options.model != saved["config"]["model"]:
+        parser.error(f"--model: got {options.model}; a resumed run's is that of its checkpoint")
+    if (options.model == "tiny") != (options.dataset is None):
+        parser.error(f"--dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
+    if not options.reward_funcs:
+        parser.error("--reward_funcs: repeat the resumed run's; a checkpoint names no code")
+    options.resume_from_checkpoint = saved.get("folder")
+    return config, options, saved
 
 
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
-    names = options.reward_funcs
-    reward_funcs = load_reward_funcs(names)
-    if len(config.reward_weights or names) != len(names):
-        raise InputError(f"reward_weights: got {config.reward_weights}; allowed is one each")
-    model = options.resume_from_checkpoint or options.model
-    try:
-        if options.model == "tiny":
-            dataset, held_out = tiny_problems(config.seed)
-        else:
-            dataset, held_out = load_dataset(options.dataset), []
-        if options.eval_dataset:
-            held_out = load_dataset(options.eval_dataset)
-    except OSError as error:
-        raise InputError(f"dataset: {error}; allowed is FILE.jsonl") from error
-    for row in (dataset + held_out) if "accuracy" in names else []:
-        solution = row.get("solution", [])
-        abstains = len(names) == 1 and accuracy_reward([""], [solution]) == [None]
-        if abstains or isinstance(solution, list | dict | bool):
-            raise InputError(f"dataset: got {row!r:.60}; allowed with accuracy: a solution, a text "
-                             "or a number")
-    print(f"{model}: {len(dataset)} problems, rewards {', '.join(names)}", flush=True)
     if config.full_determinism:                                # before CUDA starts
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        policy, tokenizer = load_model(model, config.seed)
-        policy.to("cuda" if torch.cuda.is_available() else "cpu")
-        try_out(policy)
-    except Exception as error:                                 # of any class
-        raise InputError(f"model: got {model}; {type(error).__name__}: {error}") from error
-    longest, size = 0, policy.get_input_embeddings().weight.size(0)
-    for row in dataset + held_out:
-        prompt = row["prompt"]
-        try:
-            ids, _ = encode_prompts(tokenizer, [prompt], "cpu")                 # (1, L)
-            if ids.max() >= size:
-                raise InputError(f"token {ids.max()} is not among the model's {size}")
-            if isinstance(prompt, str) and ids[0, -1] != tokenizer.encode(
-                    prompt, add_special_tokens=False)[-1]:
-                raise InputError("its tokenizer ends a text; allowed is one that appends no token")
-        except Exception as error:                             # the tokenizer's, of any class
-            raise InputError(f"prompt: got {prompt!r:.60}; {error}") from error
-        longest = max(longest, ids.size(1))
-    room = getattr(policy.config, "max_position_embeddings", math.inf) - longest
-    if config.max_completion_length > room:
-        raise InputError(f"max_completion_length: got {config.max_completion_length}; allowed is "
-                         f"up to {room} after a prompt of {longest} tokens")
+    reward_funcs = load_reward_funcs(options.reward_funcs)
+    if options.model == "tiny":
+        dataset, held_out = tiny_problems(config.seed)
+    else:
+        dataset, held_out = load_dataset(options.dataset), []
+    if options.eval_dataset:
+        held_out = load_dataset(options.eval_dataset)
+    model = options.resume_from_checkpoint or options.model
+    policy, tokenizer = load_model(model, config.seed)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    prompt_ids, _ = encode_prompts(tokenizer, [dataset[0]["prompt"]], "cpu")
+    print(f"{model}: {len(dataset)} problems; the first, as the model reads it: "
+          f"{tokenizer.decode(prompt_ids[0])!r:.999}", flush=True)
     if policy.num_parameters() < 10**6:
-        torch.set_num_threads(1)                               # several would wait for each other
-    if options.model == "tiny" and not options.resume_from_checkpoint:
+        torch.set_num_threads(1)                               # more would wait for each other
+    if model == "tiny":
         cold_start(policy, tokenizer, dataset, config.seed)
     return policy, tokenizer, dataset, reward_funcs, held_out
 
 
-def run(config, options, saved, argv):
-    """The job of a command line."""
-    folder, log, new = claim_folder(options)
-    checkpoint, job = None, {name: vars(options)[name] for name in ("dataset", "reward_funcs")}
-    try:
-        policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
-        state = initial_state(policy, config)
-        if saved:
-            if config.beta > 0 and not saved["reference"]:     # π_ref would be the resumed policy
-                raise InputError(f"beta: got {config.beta}; allowed is 0, as in the resumed run: "
-                                 "its checkpoint has no reference model")
-            state.step = saved["step"]
-            state.optimizer.load_state_dict(saved["optimizer"])
-            if state.reference:
-                state.reference.load_state_dict(saved["reference"])
-            earlier = saved["config"] | (saved["job"] or {})
-            for name, value in (vars(config) | job).items():
-                if value != earlier.get(name):
-                    print(f"{name} {earlier.get(name)} -> {value}")
-            if state.step >= config.max_steps:
-                print(f"nothing left to do: step {state.step} of max_steps {config.max_steps}")
-        if held_out:
-            before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        log.truncate(0)                                        # what another run has left here
-        log.write(saved["metrics"] if saved else "")
-        steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-        for _, _, metrics in tqdm(
-                steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
-            checkpoint = checkpoint or options.resume_from_checkpoint
-            log.write(json.dumps(metrics, allow_nan=False) + "\n")
-            log.flush()
-            if state.step % math.ceil(config.max_steps / 10) == 0:
-                tqdm.write("  step {step}: reward {reward:.2f}, silent groups "
-                           "{frac_reward_zero_std:.0%}, entropy {entropy:.2f}, {step_time:.2f} s"
-                           .format_map(metrics))
-            if state.step % config.save_steps == 0 or state.step == config.max_steps:
-                checkpoint = save_checkpoint(policy, tokenizer, state, config, folder, job)
-                for path in set(checkpoints_in(folder)) - {checkpoint}:
-                    shutil.rmtree(path)
-    except BaseException as error:
-        if checkpoint:                                         # else the same command starts again
-            argv = [*argv, "--resume_from_checkpoint", str(checkpoint)]
-            error.add_note("stopped; to go on: " + shlex.join(["python", sys.argv[0], *argv]))
-        raise
-    finally:
-        is_empty = log.tell() == 0
-        log.close()
-        for path in new if is_empty else []:                   # a refused run leaves nothing
-            path.rmdir() if path.is_dir() else path.unlink()
-    print(f"the model and metrics.jsonl are in {checkpoint or options.resume_from_checkpoint}")
-    if held_out:
-        after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        since = f"; the first number is of step {saved['step']}" if saved else ""
-        print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "
-              f"(greedy, {len(held_out)} problems{since})")
+def make_folder(name):
+    """Make the folder NAME, or NAME-2, NAME-3, ...: a run writes only into one that it has made."""
+    for number in itertools.count(1):
+        folder = Path(name if number == 1 else f"{name}-{number}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+
+
+def save_checkpoint(policy, tokenizer, state, options, folder):
+    """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
+    part = folder / f"checkpoint-{state.step}.part"
+    policy.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    torch.save({"step": state.step, "config": options,
+                "optimizer": state.optimizer.state_dict(),
+                "reference": state.reference.state_dict() if state.reference else None},
+               part / "trainer_state.pt")
+    for name in LOGS:
+        shutil.copy(folder / name, part)                       # the lines up to this step
+    return part.rename(part.with_suffix(""))
+
+
+def load_checkpoint(path):
+    """What a checkpoint-STEP, or the newest in a run's folder, has saved, and where it is."""
+    names = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
+    newest = max(names, key=lambda name: int(name.split("-")[1]), default="")
+    folder = Path(path, newest)
+    saved = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
+    return saved | {"folder": str(folder), **{name: (folder / name).read_text() for name in LOGS}}
+
+
+LOGS = "metrics.jsonl", "completions.jsonl"                    # of each step: a line
 
 
 def main(argv):
+    """Run a command line: load, answer, train, answer again. An error is Python's own."""
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        run(*parse_options(argv), argv)
-    except (InputError, KeyboardInterrupt) as error:           # of others Python shows a traceback
-        if isinstance(error, InputError):
-            print("grpo.py: error:", " ".join(str(error).split()), file=sys.stderr)
-        print(*getattr(error, "__notes__", []), sep="\n")
-        return 2 if isinstance(error, InputError) else 130
-    return 0
+    config, options, saved = parse_options(argv)
+    output_dir = Path(options.output_dir).absolute()           # a reward may change the folder
+    policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
+    state = initial_state(policy, config)
+    if saved:
+        print(f"from step {saved['step']} of {config.max_steps}")
+        state.step = saved["step"]
+        state.optimizer.load_state_dict(saved["optimizer"])
+        if state.reference:
+            state.reference.load_state_dict(saved["reference"])
+    if held_out:
+        before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    kept = vars(config) | vars(options) | {"reward_funcs": None}       # a checkpoint names no code
+    folder, recent, newest = None, [], None
+    steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
+    for _, rollout, metrics in tqdm(
+            steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
+        if not folder:                                         # a run that is refused makes none
+            folder = make_folder(output_dir)
+            for name in LOGS:
+                (folder / name).write_text(saved.get(name, ""))
+        group = {"step": state.step} | first_group(rollout, reward_funcs, config)
+        for name, line in zip(LOGS, (metrics, group)):
+            with open(folder / name, "a") as log:
+                print(json.dumps(line, allow_nan=False), file=log)
+        recent.append(metrics)
+        if 10 * state.step % config.max_steps < 10:            # ten times in a run
+            means = {name: numpy.array([row[name] for row in recent], dtype=float).mean()
+                     for name in metrics}
+            tqdm.write("  step {step}: reward {reward:.2f}, silent groups "
+                       "{frac_reward_zero_std:.0%}, entropy {entropy:.2f}, cut off "
+                       "{completions/clipped_ratio:.0%}, {step_time:.2f} s ({reward_time:.2f} in "
+                       "rewards)".format_map(means | {"step": state.step}))
+            reward = combine_rewards(rollout.rewards_per_func[:1], config.reward_weights)
+            tqdm.write(one_line(rollout, 0, reward.item()))
+            recent = []
+        if state.step % config.save_steps == 0 or state.step == config.max_steps:
+            earlier = newest
+            newest = save_checkpoint(policy, tokenizer, state, kept, folder)
+            if earlier:
+                shutil.rmtree(earlier, ignore_errors=True)     # only the last is kept
+            else:
+                called = sys.argv[:len(sys.argv) - len(argv)]  # grpo.py, or homework.py FILE
+                words = [*called, "--resume_from_checkpoint", str(folder), "--reward_funcs"]
+                tqdm.write(f"  after a stop: python {shlex.join(words + options.reward_funcs)}")
+        sys.stdout.flush()                                     # a pipe or a file keeps it otherwise
+    print(f"the model and metrics.jsonl are in {newest or options.resume_from_checkpoint}")
+    if held_out:
+        after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
+        print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "
+              f"(greedy, {len(held_out)} problems)")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -62,8 +62,9 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, policy
         raise NotImplementedError
     ids, steps = torch.ones_like(mask), (num_rows_in_batch or len(logps)) / len(logps)                # of accumulation
     settings = {name: value for name, value in settings.items() if value is not None}
-    asked = trainer(loss_type=loss_type if policy_loss == "clip" else policy_loss, steps_per_generation=steps,
-                    current_gradient_accumulation_steps=steps, use_bias_correction_kl=use_bias_correction_kl, **settings)
+    asked = trainer(**settings, loss_type=loss_type if policy_loss == "clip" else policy_loss,
+                    steps_per_generation=steps, current_gradient_accumulation_steps=steps,
+                    use_bias_correction_kl=use_bias_correction_kl)
     asked._get_per_token_logps_and_entropies = lambda *args, **options: (logps, torch.zeros(1, 1), None)
     constant = lambda x: x if x is None else x.detach()                # TRL computes π_old and π_ref without gradients
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages,

@@ -39,13 +39,14 @@ def collect(*files):
 
 
 def failure(call):
-    """Why a call fails, in one line: what is expected and what came, or the error. "" if it does not fail."""
+    """Why a call fails, in one line: what is expected, what came, or the error; its input. "" if it does not fail."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
     error = pytest.CallInfo.from_call(call, "call").excinfo
     if error is None:
         return ""
     is_difference = error.errisinstance(pytest.fail.Exception)
-    return " ".join((error.value.msg if is_difference else error.exconly()).split())
+    why = error.value.msg if is_difference else f"{error.typename}: {error.value}"
+    return " ".join("\n".join([why, *getattr(error.value, "__notes__", [])]).split())         # the notes: the input
 
 
 def enter(path):
@@ -58,16 +59,19 @@ def enter(path):
 
 
 def examine(path, name, laws):
-    """Put this function of a file into grpo.py and ask: {mark: why its points are lost, or ""}, or why all are."""
+    """Put this function of a file into grpo.py and ask: {mark: for all options "", or why wrong}, or why all is."""
     enter(path)
-    mine, lost = sys.modules["your_file"], {}
+    mine, found = sys.modules["your_file"], dict.fromkeys(laws, ["the formula is wrong"])
     if not check.is_written(mine, name):
         return "not written"
     check.put(mine, [name])
-    for mark, asked in laws.items():                                    # the formula first
-        reasons = (f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
-        lost[mark] = "the formula is wrong" if lost.get("formula") else next(reasons, "")
-    return lost
+    for mark, by_options in laws.items():                               # the formula first
+        failures = [(f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
+                    for asked in by_options.values()]
+        found[mark] = [next(reasons, "") for reasons in failures]
+        if any(found["formula"]):
+            break
+    return found
 
 
 def in_a_process(function, *arguments):
@@ -85,25 +89,27 @@ def in_a_process(function, *arguments):
 
 
 def grade(path, word="", json_file=None):
-    """Print the points of each function, and why it lost some. 0 if none is lost."""
-    laws = {name: {"formula": [], "beyond": [], "errors": []} for name in check.NAMES if word in name}
+    """Print the points of each function, shared out among the options of its laws, and why some are lost. 0 if none."""
+    laws = {name: {"formula": {}, "beyond": {}, "errors": {}} for name in check.NAMES if word in name}
     for law, call in collect(*check.LAWS):
-        name, mark = check.about(law)
+        (name, mark), row = check.about(law), call.keywords
         if name in laws:
-            laws[name][mark].append((law, call))
+            options = row.get("options", {}) | {key: row[key] for key in ("loss_type", "policy_loss") if key in row}
+            laws[name][mark].setdefault(str(options), []).append((law, call))
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
     given(strategies.none())(lambda nothing: None)()                    # what Hypothesis loads serves all processes
     unusable = in_a_process(enter, path)
     tests = []
     for name in laws:
-        lost = unusable or in_a_process(examine, path, name, laws[name])
+        found = unusable or in_a_process(examine, path, name, laws[name])
         for mark, asked in laws[name].items():
             if asked:
-                why = lost if isinstance(lost, str) else lost[mark]
-                points = FORMULA.get(name, 2) if mark == "formula" else 1
-                tests.append(dict(name=f"{name}, {mark}", score=0 if why else points, max_score=points, output=why))
+                wrong = [found] if isinstance(found, str) else found[mark]
+                points, why = FORMULA.get(name, 2) if mark == "formula" else 1, next(filter(None, wrong), "")
+                score = points * wrong.count("") // len(wrong)
+                tests.append(dict(name=f"{name}, {mark}", score=score, max_score=points, output=why))
                 if why != "not written":
-                    print(f"{name + ', ' + mark:40}{tests[-1]['score']} of {points}  {why}".rstrip())
+                    print(f"{name + ', ' + mark:40}{score} of {points}  {why}".rstrip())
     missing = [test for test in tests if test["output"] == "not written"]
     if missing:
         names = dict.fromkeys(test["name"].split(",")[0] for test in missing)

@@ -12,8 +12,8 @@ write what you expect into predictions.txt. While you write, ask the tests of on
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats -m "beyond or errors"
 
-A function has points for the formula, for what its docstring promises beyond it, and for its errors. If the formula is
-wrong, the others are lost, too. --json FILE writes what Gradescope reads.
+A function has points for the formula, shared out among its options, for what its docstring promises beyond it, and for
+its errors. If the formula is wrong with an option, the last two are lost. --json FILE writes what Gradescope reads.
 """
 
 import argparse
@@ -103,6 +103,8 @@ def main(argv):
     parser.add_argument("-k", default="")
     parser.add_argument("--json")
     options, flags = parser.parse_known_args(argv)                      # flags: grpo.py's
+    if not options.file.endswith(".py"):
+        parser.exit(2, f"homework.py: error: got {options.file}; allowed is a file of Python code, NAME.py\n")
     if Path(options.file).is_file() == options.new:
         parser.exit(2, f"homework.py: error: {options.file} is {'there already' if options.new else 'not there'}\n")
     if options.new:

@@ -2,6 +2,7 @@
 
     python worked_examples/scripts/benchmark.py                    the tiny task
     python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
+    python worked_examples/scripts/benchmark.py --long --trl       a random Llama: 64 answers of up to 256 tokens
 
 The flags are grpo.py's, so that --model and --dataset may be yours. A figure is the median over the steps, and the
 range. A step is the time from reward to reward: the first sampling, which warms up, does not count. On CPU the seconds
@@ -57,12 +58,27 @@ def measure(name, run, model, tokenizer, problems, reward_funcs, config):
         torch.cuda.reset_peak_memory_stats()
 
 
+def long_job():
+    """A random Llama of 1.8M weights, whose answers are ragged: each token is the EOS with a probability of 1/256."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    return model, grpo.tiny_tokenizer(), grpo.tiny_problems(0)[0], [number_of_tokens]
+
+
+def number_of_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+LONG = "--max_completion_length 256 --generation_batch_size 64 --per_device_train_batch_size 8 --num_iterations 2".split()
+
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    flags = [word for word in sys.argv[1:] if word != "--trl"]
-    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *flags])
-    *job, _ = grpo.load_job(config, options)
+    is_long, flags = "--long" in sys.argv, [word for word in sys.argv[1:] if word not in ("--trl", "--long")]
+    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *LONG * is_long, *flags])
+    *job, _ = (*long_job(), None) if is_long else grpo.load_job(config, options)
     measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
     if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)

@@ -128,7 +128,7 @@ def two_runs():
     step = collapse["step"]
     figure = Figure(figsize=(9.4, 3.1))
     panels = figure.subplots(1, 3)
-    drawn = (("Right answers", "rewards/accuracy/mean"), ("Entropy (nats, log scale)", "entropy"),
+    drawn = (("Right answers", "rewards/accuracy_reward/mean"), ("Entropy (nats, log scale)", "entropy"),
              ("Silent groups", "frac_reward_zero_std"))
     for panel, (title, metric) in zip(panels, drawn):
         seeds = good[metric].reshape(-1, len(step)).T                   # a column for each seed
@@ -148,7 +148,7 @@ DRAWINGS = {"grpo": method_in_one_picture, "one_page": one_page, "clipping": cli
 
 RUNS = {"tiny_run": [""], "collapsed_run": ["--learning_rate 3e-3"],
         "tiny_seeds": [f"--seed {seed}" for seed in range(10)]}
-METRICS = ["step", "rewards/accuracy/mean", "rewards/think_format/mean", "frac_reward_zero_std",
+METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/mean", "frac_reward_zero_std",
            "entropy", "grad_norm", "loss"]
 
 

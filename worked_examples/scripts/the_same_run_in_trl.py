@@ -76,8 +76,9 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 
 if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
-    config, options, _ = grpo.parse_options([word for word in sys.argv[1:end] if word != "--compare"])
-    flags = ["--output_dir", options.output_dir or "trl-output", *sys.argv[end + 1:]]
+    words = [word for word in sys.argv[1:end] if word != "--compare"]
+    config, options, _ = grpo.parse_options(["--output_dir", "trl-output", *words])
+    flags = ["--output_dir", options.output_dir, *sys.argv[end + 1:]]
     policy, tokenizer, dataset, reward_funcs, held_out = grpo.load_job(config, options)
     if options.model == "tiny":
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model

@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "worked_examples"
@@ -23,6 +24,7 @@ HAS_GPU = torch.cuda.is_available()
 torch.cuda.is_available = lambda: False             # command lines in this process run on the CPU; see test_gpu.py
 torch.set_num_threads(1)
 PROBLEMS = grpo.tiny_problems(0)[0][:12]
+PROBLEMS[1] = {"prompt": "1+22222=", "solution": "22223"}       # of another length
 
 
 def make_model(kind, auto_class="AutoModelForCausalLM"):
@@ -78,7 +80,7 @@ def steps_of(model, reward_funcs=(by_row,), compute_advantages=grpo.outcome_adva
 def command(data, **options):
     """The arguments of a short run; None leaves a flag out."""
     usual = dict(model=data / "models/Llama", dataset=data / "text.jsonl", num_generations=4, generation_batch_size=8,
-                 reward_funcs=["think_format", f"{data}/rewards.py:length"], max_completion_length=6, max_steps=2,
+                 reward_funcs=["think_format_reward", "rewards.length"], max_completion_length=6, max_steps=2,
                  learning_rate=0.01, output_dir=data / "out")
     words = []
     for name, value in (usual | options).items():
@@ -88,25 +90,31 @@ def command(data, **options):
 
 
 def cli(*arguments):
-    """main() in this process: its exit code and what it printed, as python would have it."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    """python grpo.py ARGUMENTS, in this process: its exit code and what it printed."""
+    words = [str(word) for word in arguments]
+    with (contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err,
+          mock.patch.object(sys, "argv", ["grpo.py", *words])):
         try:
-            code = grpo.main([str(word) for word in arguments])
+            code = grpo.main(words)
         except SystemExit as exit:
             code = exit.code
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             traceback.print_exc()
             code = 1
-    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+    return SimpleNamespace(code=code or 0, out=out.getvalue(), err=err.getvalue())
 
 
 def lines_of(folder):
-    return [json.loads(line) | {"step_time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl, but for how long things took."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) | {"step_time": 0, "reward_time": 0} for line in lines]
 
 
 def assert_same_run(a, b):
-    """The same lines of metrics, and the same bits in the weights of the checkpoint of step 3, the only one left."""
-    assert lines_of(a) == lines_of(b) and sorted(os.listdir(a)) == ["checkpoint-3", "metrics.jsonl"]
+    """The same metrics and texts, and the same bits in the weights of the checkpoint of step 3, the only one left."""
+    assert lines_of(a) == lines_of(b)
+    assert (a / "completions.jsonl").read_text() == (b / "completions.jsonl").read_text()
+    assert sorted(os.listdir(a)) == ["checkpoint-3", "completions.jsonl", "metrics.jsonl"]
     one, other = [(folder / "checkpoint-3/model.safetensors").read_bytes() for folder in (a, b)]
     assert one == other
 
@@ -127,8 +135,11 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def data(models, tmp_path):
-    """A folder with the models, two datasets and a file of rewards."""
+def data(models, tmp_path, monkeypatch):
+    """A folder with the models, two datasets and a module of rewards; tests run in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)          # that of another test
     chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
     for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

@@ -154,4 +154,5 @@ def test_the_numbers_of_page_06s_runs():
     stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
+    assert stuck["entropy"][44] > 0.7                                   # it rises in between
     assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right

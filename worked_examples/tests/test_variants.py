@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
-from test_grpo import (any_distribution, any_groups, any_logp, any_number, any_reward, answers, beyond, columns, expect,
-                       expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope, with_options)
+from test_grpo import (Difference, any_distribution, any_groups, any_logp, any_number, any_reward, answers, beyond,
+                       columns, expect, expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope,
+                       with_options)
 from worked_examples import variants
 
 settings.load_profile("grpo")
@@ -155,3 +156,4 @@ def test_a_wrong_shape_is_an_error_that_names_the_argument(name, argument, argum
     """For example a shape that would broadcast in silence, or c > L"""
     with pytest.raises((AssertionError, ValueError), match=rf"^({argument}): got .+; allowed"):
         getattr(variants, name)(*arguments, **options)
+        raise Difference(f"expected  an error that names {argument}, for\n{arguments}\ngot       none", pytrace=False)
