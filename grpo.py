@@ -500,9 +500,9 @@ def choose_tokens(logits, uniforms):
 def record_on_gpu(function, *inputs):
     """Record what function(*inputs) starts on the GPU, as a CUDA graph; return what repeats it.
 
-    Python starts a decoding step's many kernels one by one, while the GPU waits. A graph starts them
-    at once, on fixed memory: new inputs are copied into it, and each call overwrites the last
-    result. A function that waits for the CPU (a mixture of experts may) is returned as it is.
+    Python starts the many kernels of a step one by one, while the GPU waits. A graph starts them at
+    once, on fixed memory: new inputs are copied into it, and each call overwrites the last result.
+    A function that waits for the CPU (a mixture of experts may) is returned as it is.
     """
     inputs = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -1034,7 +1034,6 @@ def load_model(name, seed=0):
         name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"], f"model: {name} has no weights {report['missing_keys']}"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model.generation_config.do_sample = True                   # without it some cannot be saved
     return model, tokenizer
 
 

@@ -595,8 +595,9 @@ def test_options_model_and_data_come_back_from_the_newest_checkpoint_and_reward_
         assert resumed_config == grpo.GRPOConfig(**vars(config) | {"seed": 8})
         assert vars(resumed) == vars(options) | {"resume_from_checkpoint": found}
         assert saved["config"]["reward_funcs"] is None
-        refused = cli(*again)
-        assert refused.code == 2 and "reward_funcs" in refused.err
+        for words, named in ([], "--reward_funcs"), ([*rewards, "--model", "models/judge"], "--model"):
+            refused = cli(*again, *words)
+            assert refused.code == 2 and f"error: {named}" in refused.err
     state = data / "out/checkpoint-9/trainer_state.pt"
     torch.save(torch.load(state, weights_only=True) | {"code": print}, state)
     assert cli(*again, *rewards, "--max_steps", 3).code == 1
