@@ -11,11 +11,10 @@ import copy
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 from worked_examples import variants
+from worked_examples.scripts.process_supervision import learn
 
 
 def compute_advantages(rewards, rollout, config):
@@ -26,13 +25,7 @@ def compute_advantages(rewards, rollout, config):
 
 if __name__ == "__main__":
     config, options, _ = grpo.parse_options(["--model", "tiny", *sys.argv[1:]])
-    student, tokenizer, problems, reward_funcs, held_out = grpo.load_job(config, options)
+    student, *job = grpo.load_job(config, options)
     teacher = copy.deepcopy(student)
-    list(tqdm(grpo.train(teacher, tokenizer, problems, reward_funcs, config), "GRPO", total=config.max_steps))
-    before = grpo.evaluate(student, tokenizer, held_out, reward_funcs, config)
-    steps = grpo.train(student, tokenizer, problems, reward_funcs, config,  # its rewards are only for the metrics
-                       compute_advantages=compute_advantages)
-    list(tqdm(steps, "distillation", total=config.max_steps))
-    after = grpo.evaluate(student, tokenizer, held_out, reward_funcs, config)
-    best = grpo.evaluate(teacher, tokenizer, held_out, reward_funcs, config)
-    print(f"held-out accuracy: {before:.2f} -> {after:.2f}, the teacher's {best:.2f}")
+    learn("GRPO, the teacher", teacher, *job, config, grpo.outcome_advantages)
+    learn("distillation, the student", student, *job, config, compute_advantages)

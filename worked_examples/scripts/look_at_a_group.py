@@ -4,9 +4,9 @@
     python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
 
 It takes grpo.py's flags, with --learning_rate 3e-5 where none is given. Without --model, the tiny model answers after
-its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards.
-The table: the best and the worst answer before and after one update on this group. --html: the group as a tree, before
-and after each of ten updates.
+its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards,
+or, if each of 40 is silent, the last. The table: all answers, then the best and the worst one before and after one
+update on this group. --html: the group as a tree, before and after each of ten updates.
 """
 
 import argparse
@@ -49,8 +49,8 @@ def load(argv):
 
 
 def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
-    """The first of 400 samples with unequal rewards, in_halves: of two texts alike often."""
-    for step in range(400):
+    """The first sample with unequal rewards, in_halves: of two texts alike often. If there is none, the last."""
+    for step in range(4000 if in_halves else 40):
         rng = grpo.step_rng(config, step)
         rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
         rewards_per_func = grpo.compute_rewards(reward_funcs, rollout)
@@ -58,8 +58,8 @@ def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
         advantages = grpo.outcome_advantages(rewards, rollout, config)
         texts = rollout.completions
         if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
-            return rollout, rewards_per_func, advantages
-    sys.exit("look_at_a_group.py: error: in 400 samples there is no group of unequal rewards to show")
+            break
+    return rollout._replace(rewards_per_func=rewards_per_func, advantages=advantages)
 
 
 def find_forks(answers, advantages):
@@ -100,7 +100,8 @@ def names_of(tokens, tokenizer):
 def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False):
     """All numbers of the page, as JSON has them: a group, and what 0, 1, ... updates on it alone change."""
     config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1)
-    rollout, rewards_per_func, advantages = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
+    rollout = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
+    advantages = rollout.advantages
     answers = [ids[mask != 0].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     question = rollout.prompt_ids[0]                                    # one for all rows, so without padding
     forks = find_forks(answers, advantages[:, 0].tolist())
@@ -142,12 +143,13 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
                        max_completion_length=config.max_completion_length) | options
         weights = [pushes(logps, updates[0], advantages, mask, options) for logps in updates]
         methods[name] = {"options": options, "weights": [numbers(x) for x in weights]}
-    rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
+    rewards = grpo.combine_rewards(rollout.rewards_per_func, config.reward_weights)
+    function_names = [function.__name__ for function in reward_funcs]
     mean, std = grpo.group_stats(rewards, len(rewards))
     return {
         "prompt": tokenizer.decode(question, skip_special_tokens=True),
         "rewards": numbers(rewards), "mean": mean.item(), "std": std.item(), "advantages": numbers(advantages[:, 0]),
-        "rewards_per_func": dict(zip(grpo.reward_names(reward_funcs), map(numbers, rewards_per_func.T))),
+        "rewards_per_func": dict(zip(function_names, map(numbers, rollout.rewards_per_func.T))),
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
         "counts": mask.sum(1).tolist(), "entropies": numbers(entropies),
         "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
@@ -169,8 +171,11 @@ def main(argv):
         Path(html).write_text(page(data), encoding="utf-8")
         return
     rewards = data["rewards"]
-    print(f"{len(rewards)} answers to {data['prompt']!r}, rewards {rewards}")
-    for i in rewards.index(max(rewards)), rewards.index(min(rewards)):
+    silent = ": a silent group, as all that were sampled" * (data["std"] == 0)
+    print(f"{len(rewards)} answers to {data['prompt']!r}{silent}")
+    for answer, reward in zip(data["answers"], rewards):
+        print(f"  {answer['text']!r:.90}   reward {reward:.4g}")
+    for i in dict.fromkeys([rewards.index(max(rewards)), rewards.index(min(rewards))]):
         answer = data["answers"][i]
         print(f"\nreward {rewards[i]:.4g}, A = {data['advantages'][i]:.4f}: {answer['text']!r}")
         print(f"{'token':>14}   log π   after one update")

@@ -1,18 +1,21 @@
-r"""A reward file: what differs from its solution as a text is compared as a formula, by math-verify.
+r"""A reward: what differs from its solution as a text is compared as a formula, by math-verify.
 
     python grpo.py --model NAME --dataset problems.jsonl \
-        --reward_funcs worked_examples/scripts/math_reward.py:math_accuracy_reward
+        --reward_funcs worked_examples.scripts.math_reward.math_accuracy_reward
 
-The formula is the last one between dollars or in a box; else the text, if no two letters in a row are a word; else, of
-an answer, what follows its last "is", "=" or ": ". A unit counts, a percent or degree sign does not. Decimal numbers
-agree if they do to six digits behind the point, 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
+Of an answer and of a solution it reads what follows the last </think> and the last ####: the last formula between
+dollars or in a box; else the text, if no two letters in a row are a word; else what follows its last "is", "=" or ": ".
+A unit counts, a percent or degree sign does not. Decimal numbers agree if they do to six digits behind the point, of
+which the zeros in front of a small number do not count: 0.333333 with 1/3, too, but not 5.0000001 with the whole 5.
 """
 
+import math
 import re
 import sys
 from pathlib import Path
 
 import math_verify
+import sympy
 from latex2sympy2_extended import NormalizationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,12 +39,28 @@ def parse(text):
     return math_verify.parse(formulas[-1], LATEX, "no_fallback", "first_match")
 
 
+def read(text):
+    """What an answer or a solution says; the formula comes last."""
+    text = text.rpartition("</think>")[2].rpartition("####")[2][-1000:]
+    return parse(text) or parse(re.split(r"\bis\b|(?<![!<>])=|:\s", text)[-1])
+
+
+def count_zeros(parsed):
+    """Of a number below 1, the zeros between the point and its first digit: 33 of 6.63e-34. Nothing is near 0."""
+    size = abs(parsed[0].evalf()) if parsed and getattr(parsed[0], "is_number", False) else None
+    if size == 0:
+        return 99
+    is_small = isinstance(size, sympy.Float) and size < 1
+    return math.ceil(-sympy.log(size, 10).evalf()) - 1 if is_small else 0
+
+
 def math_accuracy_reward(completions, solution, **kwargs):
-    """1 for an answer (the text after the last </think>) that is the same as its solution, else 0; None without one."""
+    """1 for an answer that is the same as its solution, else 0; None without a solution."""
     rewards = grpo.accuracy_reward(completions, solution)               # as texts
     for i, (completion, reward) in enumerate(zip(completions, rewards)):
         if reward == 0:
-            answer = grpo.text_of(completion).rpartition("</think>")[2][-1000:]     # the formula comes last
-            read = parse(answer) or parse(re.split(r"\bis\b|(?<![!<>])=|:\s", answer)[-1])
-            rewards[i] = float(math_verify.verify(parse(str(solution[i])), read))   # both stop after five seconds
+            wanted = read(str(solution[i]))
+            zeros = count_zeros(wanted)
+            rewards[i] = float(math_verify.verify(wanted, read(grpo.text_of(completion)), float_rounding=6 + zeros,
+                                                  numeric_precision=15 + zeros))    # it stops after five seconds
     return rewards

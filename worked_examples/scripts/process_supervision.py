@@ -46,12 +46,15 @@ def compute_advantages(rewards, rollout, config):
     return grpo.process_advantages(step_rewards, ends, rollout.completion_mask, config.num_generations)
 
 
+def learn(name, policy, tokenizer, problems, reward_funcs, held_out, config, compute_advantages):
+    """Train, and print the share of right answers before and after. Rewards may be for the metrics alone."""
+    before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    steps = grpo.train(policy, tokenizer, problems, reward_funcs, config, compute_advantages=compute_advantages)
+    list(tqdm(steps, name, total=config.max_steps))
+    after = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    print(f"{name}: held-out accuracy {before:.2f} -> {after:.2f}")
+
+
 if __name__ == "__main__":
     config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
-    policy, tokenizer, problems, _, held_out = grpo.load_job(config, options)
-    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
-    steps = grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config,     # a reward only for the metrics
-                       compute_advantages=compute_advantages)
-    list(tqdm(steps, "process supervision", total=config.max_steps))
-    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
-    print(f"held-out accuracy: {before:.2f} -> {after:.2f}")
+    learn("process supervision", *grpo.load_job(config, options), config, compute_advantages)

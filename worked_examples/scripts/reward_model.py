@@ -1,7 +1,7 @@
-"""A reward file: a sequence-classification model of yours judges the answers.
+"""A reward: a sequence-classification model of yours judges the answers.
 
     REWARD_MODEL=NAME_OR_FOLDER python grpo.py --model NAME --dataset problems.jsonl \\
-        --reward_funcs worked_examples/scripts/reward_model.py:reward_model
+        --reward_funcs worked_examples.scripts.reward_model.reward_model
 
 The reward is the logit of the model's single label for prompt and answer together: for chat data in the judge's chat
 template, else as one text. A judge without a trained head is refused: its scores would be noise.

