@@ -144,12 +144,11 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
         weights = [pushes(logps, updates[0], advantages, mask, options) for logps in updates]
         methods[name] = {"options": options, "weights": [numbers(x) for x in weights]}
     rewards = grpo.combine_rewards(rollout.rewards_per_func, config.reward_weights)
-    function_names = [function.__name__ for function in reward_funcs]
     mean, std = grpo.group_stats(rewards, len(rewards))
     return {
         "prompt": tokenizer.decode(question, skip_special_tokens=True),
         "rewards": numbers(rewards), "mean": mean.item(), "std": std.item(), "advantages": numbers(advantages[:, 0]),
-        "rewards_per_func": dict(zip(function_names, map(numbers, rollout.rewards_per_func.T))),
+        "rewards_per_func": {f.__name__: numbers(x) for f, x in zip(reward_funcs, rollout.rewards_per_func.T)},
         "answers": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": named(ids)} for ids in answers],
         "counts": mask.sum(1).tolist(), "entropies": numbers(entropies),
         "old_logps": numbers(updates[0]), "updates": [numbers(logps) for logps in updates], "methods": methods,
@@ -171,8 +170,7 @@ def main(argv):
         Path(html).write_text(page(data), encoding="utf-8")
         return
     rewards = data["rewards"]
-    silent = ": a silent group, as all that were sampled" * (data["std"] == 0)
-    print(f"{len(rewards)} answers to {data['prompt']!r}{silent}")
+    print(f"{len(rewards)} answers to {data['prompt']!r}" + ": a silent group, as all others" * (data["std"] == 0))
     for answer, reward in zip(data["answers"], rewards):
         print(f"  {answer['text']!r:.90}   reward {reward:.4g}")
     for i in dict.fromkeys([rewards.index(max(rewards)), rewards.index(min(rewards))]):

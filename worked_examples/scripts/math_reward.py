@@ -3,10 +3,10 @@ r"""A reward: what differs from its solution as a text is compared as a formula,
     python grpo.py --model NAME --dataset problems.jsonl \
         --reward_funcs worked_examples.scripts.math_reward.math_accuracy_reward
 
-Of an answer and of a solution it reads what follows the last </think> and the last ####: the last formula between
-dollars or in a box; else the text, if no two letters in a row are a word; else what follows its last "is", "=" or ": ".
-A unit counts, a percent or degree sign does not. Decimal numbers agree if they do to six digits behind the point, of
-which the zeros in front of a small number do not count: 0.333333 with 1/3, too, but not 5.0000001 with the whole 5.
+Of an answer and of a solution it reads what follows the last </think> and ####: the last formula between dollars or in
+a box; else the text, if no two letters in a row are a word; else what follows its last "is", "=" or ": ". A unit counts,
+a percent or degree sign does not. Decimal numbers agree if they do to six digits behind the point, first zeros not
+counted: 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
 """
 
 import math
@@ -48,10 +48,9 @@ def read(text):
 def count_zeros(parsed):
     """Of a number below 1, the zeros between the point and its first digit: 33 of 6.63e-34. Nothing is near 0."""
     size = abs(parsed[0].evalf()) if parsed and getattr(parsed[0], "is_number", False) else None
-    if size == 0:
-        return 99
-    is_small = isinstance(size, sympy.Float) and size < 1
-    return math.ceil(-sympy.log(size, 10).evalf()) - 1 if is_small else 0
+    if isinstance(size, sympy.Float) and 0 < size < 1:
+        return math.ceil(-sympy.log(size, 10).evalf()) - 1
+    return 99 if size == 0 else 0
 
 
 def math_accuracy_reward(completions, solution, **kwargs):

