@@ -158,6 +158,8 @@ def test_prompts_are_padded_on_the_left_and_messages_pass_the_template():
         want = [special + grpo.tiny_tokenizer()(text)["input_ids"] for text in texts]
         assert [row[m == 1].tolist() for row, m in zip(ids, mask)] == want
         assert mask[1].tolist() == [0, 0, 0] + [1] * len(want[1])
+        with pytest.raises(AssertionError, match="prompt_mask"):        # padded on the right
+            grpo.generate(LLAMA, ids, mask.flip(1), max_completion_length=1, eos_token_ids=1)
 
 
 def test_a_prompt_that_is_at_its_end_is_refused():
@@ -166,9 +168,10 @@ def test_a_prompt_that_is_at_its_end_is_refused():
     appends.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", None, [("<eos>", 1)])
     ends_turns.chat_template = "{% for m in messages %}{{m.content}}<eos>{% endfor %}"
     answered = [*question("1+2"), {"role": "assistant", "content": "3"}]
-    for tokenizer, prompt in (appends, "1+2="), (ends_turns, question("1+2")), (chat_tokenizer(), answered):
+    for tokenizer, *prompts in ((appends, "1+2="), (chat_tokenizer(), "1+2=", "1<eos>"),
+                                (ends_turns, question("1+2")), (chat_tokenizer(), answered)):
         with pytest.raises(AssertionError, match="prompt"):
-            grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": prompt}], grpo.GRPOConfig(**SMALL))
+            grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": prompt} for prompt in prompts], grpo.GRPOConfig(**SMALL))
 
 
 def test_a_reward_sees_the_text_that_the_model_wrote():
