@@ -874,7 +874,7 @@ def score_rows(model, rollout, rows, config):
     So a model that sees padding, or no positions, disagrees with the sampler, and train ends.
     """
     model.eval()                                               # a reward function may train it
-    T = rollout.completion_mask[rows].sum(1).max()
+    T = rollout.completion_mask[rows].sum(1).max().item()
     prompt_ids = pad(rollout.prompt_ids[rows], (1, 0))                          # (rows, 1+L)
     prompt_mask = pad(rollout.prompt_mask[rows], (1, 0))                        # (rows, 1+L)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
