@@ -839,7 +839,7 @@ def initial_state(policy, config):
 
 
 def step_rng(config, step):
-    """It depends on seed and step alone, so a resumed run draws the prompts, answers, parts."""
+    """A generator of seed and step alone, so that a resumed run draws what the whole one does."""
     return numpy.random.default_rng([config.seed, 3, step])    # the demo draws with 1 and 2
 
 
