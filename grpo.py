@@ -108,7 +108,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     (arXiv:2503.20783) §3.1. Args: as in group_stats. Returns: (B,), exactly 0 in a silent group.
     """
     dtype = torch.result_type(rewards, 1.0)                    # integers become floats
-    rewards = rewards.to(torch.promote_types(dtype, torch.float32))             # (B,)
+    rewards = rewards.to(torch.promote_types(dtype, torch.float32))    # bfloat16 rounds the mean
     mean, std = group_stats(rewards, num_generations, correction=correction)    # (P,), (P,)
     centred = rewards - mean.repeat_interleave(num_generations)                 # (B,)
     if scale_rewards == "group":
@@ -298,7 +298,7 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     if estimator == "k2":
         return k1.square() / 2
     if estimator == "k3":
-        return torch.expm1((-k1).clamp(max=20)) + k1           # exp(x) - 1, accurate near x = 0
+        return torch.expm1((-k1).clamp(max=20)) + k1           # accurate at 0; e^89 would be inf
     raise ValueError(f"estimator: got {estimator!r}; allowed is 'k1', 'k2' or 'k3'")
 
 
@@ -446,16 +446,16 @@ def text_of(completion):
 
 
 def final_answer(text):
-    r"""What follows the last </think>; if that has a \\boxed{}, the last one's content."""
+    r"""What follows the last </think>; if that has a \boxed{}, the last one's content."""
     answer = text.rpartition("</think>")[2]
     boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer)          # \frac{1}{2}, too
     return (boxes or [answer])[-1].strip()
 
 
 def accuracy_reward(completions, solution, **kwargs):
-    """Give 1 to an answer whose text is the solution's, else 0; None where there is no solution.
+    """Give 1 to an answer whose final_answer is the solution's, else 0; None without a solution.
 
-    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Numbers, formulas:
+    Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Texts are compared; numbers, formulas:
     worked_examples/scripts/math_reward.py.
     """
     rewards = []
