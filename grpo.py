@@ -32,14 +32,12 @@ multiplies the KL by ρ (use_bias_correction_kl). The paper's loss: --loss_type 
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float.
 Where it is 0, what importance_ratio, aggregate and grpo_loss are given, even NaN, reaches neither
-the result nor its gradient; a model's NaN logits there do reach its weights' gradient. Most shapes
-that would be wrong in silence, and unknown words, are errors that name the argument, what came and
-what is allowed. Top-k and top-p sampling are left out: they change the log-probs.
+the result nor its gradient; a model's NaN logits there do reach its weights' gradient. An error
+names the argument, what came and what is allowed: for most shapes that would be wrong in silence,
+and unknown words. Top-k and top-p sampling are left out: they change the log-probs.
 """
 
-import contextlib
 import copy
-import itertools
 import json
 import math
 import os
@@ -525,8 +523,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
              num_generations=1, pad_token_id=0, temperature=1.0, uniforms=None):
     """Sample G completions for each prompt, and record each token's log-prob.
 
-    A prompt is passed once, and its keys and values are repeated G times. Each token has a uniform
-    number of its own, so other rows change it by rounding alone.
+    The model reads a prompt once; its keys and values are repeated G times. Each token has its own
+    uniform number, so other rows change it by rounding alone.
     Args: model: a causal LM with a KV cache. prompt_ids, prompt_mask: (P, L), left-padded.
         eos_token_ids: one or several. uniforms: (P·G, T_max) in [0, 1), or None: greedy.
     Returns: completion_ids, completion_mask, logps (nats), each (P·G, T), T <= T_max.
@@ -536,7 +534,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     (P, L), T_max = prompt_ids.shape, max_completion_length
     room = getattr(model.config, "max_position_embeddings", math.inf)
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":                    # beyond, frequencies are others
+    if rope.get("rope_type") == "longrope":                    # beyond it, frequencies are others
         room = rope["original_max_position_embeddings"]
     assert L + T_max <= room, f"max_completion_length: got {T_max}; allowed is up to {room - L}"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
@@ -547,7 +545,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     completion_ids = mask.new_full((len(live), T_max), pad_token_id)            # (B, T_max)
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
-    # On a GPU the step is recorded, with the shapes that it has: the cache has its final width
+    # On a GPU the step is recorded, and a record has fixed shapes: the cache has its final width
     # from the start, and no row leaves the loop. Not with a sliding window: it counts in Python.
     cache = DynamicCache(config=model.config)
     is_recorded = mask.is_cuda and model._can_compile_fullgraph and not any(cache.is_sliding)
@@ -578,7 +576,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
                 token, ended = token[stay], ended[stay]
                 cache.reorder_cache(stay)
             step = token.unsqueeze(1), positions[:, L + t, None]                # (rows, 1) each
-            if is_recorded and t == 1:                         # a first step has to run before
+            if is_recorded and t == 1:                         # a first step has warmed up
                 next_logits = record_on_gpu(next_logits, *step)
             logits = next_logits(*step)                                             # (rows, V)
     completion_ids, logps = completion_ids[:, :t + 1], logps[:, :t + 1]         # (B, T)
@@ -646,14 +644,14 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
         sampler, prompt_ids, prompt_mask, max_completion_length=config.max_completion_length,
         eos_token_ids=eos, num_generations=G, pad_token_id=tokenizer.pad_token_id,
         temperature=config.temperature, uniforms=uniforms)
-    # A text is what was sampled, <pad> or a special <think> included, but for the EOS.
+    # The text is every sampled token but the EOS: a <pad> or a special <think>, too.
     is_eos = torch.isin(completion_ids, eos)                                    # (B, T)
     is_text = (completion_mask != 0) & ~is_eos                                  # (B, T)
     texts = tokenizer.batch_decode([ids[keep] for ids, keep in zip(completion_ids, is_text)],
                                    clean_up_tokenization_spaces=False)
     # Where a prompt, or its chat template, ends in <think>, the answer begins with it.
     opened = [text.rstrip().endswith("<think>") for text in tokenizer.batch_decode(prompt_ids)]
-    completions = ["<think>" * opened[i // G] + text for i, text in enumerate(texts)]
+    completions = [("<think>" if opened[i // G] else "") + text for i, text in enumerate(texts)]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     return Rollout(
@@ -670,7 +668,7 @@ def one_line(rollout, i, reward):
 
 
 def evaluate(policy, tokenizer, dataset, reward_funcs, config):
-    """Answer all prompts greedily, show four; return the first reward function's mean."""
+    """Answer all prompts greedily, show up to four; return the first reward function's mean."""
     rewards = []
     for start in range(0, len(dataset), config.generation_batch_size):
         examples = dataset[start:start + config.generation_batch_size]
@@ -691,8 +689,7 @@ def option(default, text):
 @dataclass
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly towards 0")
-    warmup_steps: int = option(0, "steps over which the step size rises first")
+    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly, to 0 at max_steps")
     max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
     max_steps: int = option(100, "steps in all; each learns from one new batch")
     num_generations: int = option(8, "G, completions for each prompt: 2 or more")
@@ -716,20 +713,19 @@ class GRPOConfig:
     sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
     ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
     seed: int = option(42, "of all that is drawn, and of the tiny model")
-    bf16: bool = option(False, "bfloat16: autocast in training, a copy of the weights samples")
+    bf16: bool = option(False, "bfloat16: autocast trains, a bfloat16 copy of the weights samples")
     full_determinism: bool = option(False, "on a GPU: deterministic kernels, a third slower")
     save_steps: int = option(10, "steps between checkpoints; only the last is kept")
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            kind = type(self).__annotations__[name]
-            is_count = kind is int and name not in ("seed", "warmup_steps")
-            assert not isinstance(value, int | float) or is_count <= value < math.inf, (
-                f"{name}: got {value}; allowed is a number, {int(is_count)} or more")
+            assert not isinstance(value, int | float) or 0 <= value < math.inf, (
+                f"{name}: got {value}; allowed is a number, 0 or more")
         B, G = self.generation_batch_size, self.num_generations
         assert G > 1 and B % G == 0, (
             f"generation_batch_size: got {B}; allowed: a multiple of num_generations (2 or more)")
         assert self.temperature > 0, "temperature: got 0; allowed is more"
+        assert self.loss_type != "bnpo", "loss_type: got bnpo, whose parts do not add up"
         assert self.beta > 0 or not self.sync_ref_model, "sync_ref_model: allowed with beta > 0"
         assert self.policy_loss == "clip" or self.epsilon == 0.2, "epsilon: allowed with clip"
         x = torch.zeros(1, 1)                                  # the loss refuses what it cannot use
@@ -765,7 +761,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     while state.step < config.max_steps:                                        # 2, 4
         started = time.perf_counter()
         rng = step_rng(config, state.step)
-        rate = learning_rate(config, state.step)
+        rate = config.learning_rate * (1 - state.step / config.max_steps)       # linearly to 0
         state.optimizer.param_groups[0]["lr"] = rate
         if config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                # 3: π_ref ← π_θ
@@ -782,21 +778,21 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         if config.mask_truncated_completions:
             mask = mask * rollout.terminated.unsqueeze(1)                       # (B, T)
 
-        # Score, before the weights move. With one update a step, π_old is the π_θ of its loss.
+        # Score, before the weights move. With one update a step, its own logps serve as old_logps.
         old_logps, ref_logps = None, None
         if num_updates > 1:
             old_logps = score_rollout(policy, rollout, config)                  # 6: (B, T)
         if state.reference:
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
-        # Learn. At beta 0, rows of advantages 0 have a gradient of 0: they are counted, not passed.
+        # Learn. At beta 0 the gradient of a row of advantages 0 is 0: it is counted, not scored.
         learns = (mask if config.beta > 0 else mask * advantages).any(1)        # (B,)
-        gaps = torch.zeros_like(rollout.sampler_logps)                          # (B, T)
+        gaps = rollout.sampler_logps * 0                       # (B, T); of a NaN it is NaN
         sums = Counter({"loss": 0, "grad_norm": 0, "clip_ratio/low_mean": 0,
                         "clip_ratio/high_mean": 0, "clip_ratio/region_mean": 0})
         if state.reference:
             sums["kl"] = 0.0                                   # also where no row learns
-        state.optimizer.zero_grad()                            # whatever has left a gradient
+        state.optimizer.zero_grad()                            # a reward may have left a gradient
         for rows in mini_batches(config, rng):                                  # 10: num_updates
             num_tokens = mask[rows].sum().item()
             for part in by_length(rollout, rows[learns[rows].cpu()], config):
@@ -818,7 +814,7 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
             state.optimizer.zero_grad()                        # sampling needs the memory
             sums["grad_norm"] += norm.item()
         gap = (gaps.sum() / mask[learns].sum().clamp(min=1)).item()
-        assert config.bf16 or gap < 1e-3, (                    # rounding: 1e-6 to 1e-4
+        assert gap < (1 if config.bf16 else 1e-3), (           # float32's rounding: 1e-6 to 1e-4
             f"sampled and scored log-probs differ by {gap:.2g} nats: positions, mask, cache?")
 
         state.step += 1
@@ -870,8 +866,8 @@ def compute_rewards(reward_funcs, rollout):
 def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T).
 
-    Prompts have one column more than in sampling, answers no column that none of these rows needs.
-    So a model that sees padding, or no positions, disagrees with the sampler, and train ends.
+    On purpose prompts have one column of padding more than in sampling: a model that sees padding,
+    or no positions, then disagrees with the sampler, and train ends. Answers: as wide as needed.
     """
     model.eval()                                               # a reward function may train it
     T = rollout.completion_mask[rows].sum(1).max().item()
@@ -906,13 +902,6 @@ def mini_batches(config, rng):
         order = rng.permutation(config.generation_batch_size)
         for rows in numpy.array_split(order, config.num_mini_batches):
             yield torch.tensor(sorted(rows))                   # in the order of the batch
-
-
-def learning_rate(config, step):
-    """It rises over warmup_steps steps; from there it falls linearly, to be 0 at max_steps."""
-    rising = (step + 1) / (config.warmup_steps + 1)
-    falling = (config.max_steps - step) / max(config.max_steps - config.warmup_steps, 1)
-    return config.learning_rate * min(rising, falling)
 
 
 def sample_metrics(rollout, reward_funcs, rewards, config):
@@ -1052,19 +1041,22 @@ class ScriptArguments:
     eval_dataset: str | None = option(None, "such a file, answered before and after training")
     reward_funcs: list[str] = field(default_factory=lambda: ["accuracy_reward"], metadata={
         "help": "accuracy_reward, think_format_reward, or yours, as my_rewards.short"})
-    output_dir: str = option("grpo-output", "the run's folder; where it is there: NAME-2, ...")
+    output_dir: str = option("grpo-output", "the run's folder; if it exists: NAME-2, NAME-3, ...")
     resume_from_checkpoint: str | None = option(
-        None, "a run's folder or a checkpoint-STEP; its options come back, rewards are repeated")
+        None, "a run's folder or a checkpoint-STEP; all its options but reward_funcs come back")
 
 
 def parse_options(argv):
     """A command line's GRPOConfig and ScriptArguments; what the checkpoint of a resume holds."""
     from transformers import HfArgumentParser
+    from transformers.trainer_utils import get_last_checkpoint
     parser = HfArgumentParser([ScriptArguments, GRPOConfig], allow_abbrev=False,
                               usage="python grpo.py [--help] [--OPTION VALUE ...]")
     options, saved = parser.parse_args(argv), {}               # parsed twice: first for defaults
-    if options.resume_from_checkpoint:
-        saved = load_checkpoint(options.resume_from_checkpoint)
+    folder = options.resume_from_checkpoint
+    if folder:
+        folder = get_last_checkpoint(folder) or folder         # a run's newest; or a checkpoint
+        saved = torch.load(Path(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
         parser.set_defaults(**saved["config"])
     elif options.model == "tiny":
         parser.set_defaults(**TINY)
@@ -1072,25 +1064,25 @@ def parse_options(argv):
         options, config = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     except AssertionError as error:                            # GRPOConfig's
         parser.error(str(error))
-    if saved and options.model != saved["config"]["model"]:
-        parser.error(f"--model: got {options.model}; a resumed run's is that of its checkpoint")
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"--dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if not options.reward_funcs:
         parser.error("--reward_funcs: repeat the resumed run's; a checkpoint names no code")
-    options.resume_from_checkpoint = saved.get("folder")
+    options.resume_from_checkpoint = folder
     return config, options, saved
 
 
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if config.full_determinism:                                # before CUDA starts
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
     reward_funcs = load_reward_funcs(options.reward_funcs)
-    if options.model == "tiny":
-        dataset, held_out = tiny_problems(config.seed)
-    else:
+    dataset, held_out = tiny_problems(config.seed)
+    if options.dataset:
         dataset, held_out = load_dataset(options.dataset), []
     if options.eval_dataset:
         held_out = load_dataset(options.eval_dataset)
@@ -1107,47 +1099,31 @@ def load_job(config, options):
     return policy, tokenizer, dataset, reward_funcs, held_out
 
 
-def make_folder(name):
+def make_folder(name, number=1):
     """Make the folder NAME, or NAME-2, NAME-3, ...: a run writes only into one that it has made."""
-    for number in itertools.count(1):
-        folder = Path(name if number == 1 else f"{name}-{number}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+    folder = Path(name if number == 1 else f"{name}-{number}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return make_folder(name, number + 1)
+    return folder
 
 
-def save_checkpoint(policy, tokenizer, state, options, folder):
+def save_checkpoint(policy, tokenizer, state, kept, folder):
     """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
     part = folder / f"checkpoint-{state.step}.part"
     policy.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    torch.save({"step": state.step, "config": options,
+    torch.save({"step": state.step, "config": kept,
                 "optimizer": state.optimizer.state_dict(),
-                "reference": state.reference.state_dict() if state.reference else None},
+                "reference": state.reference.state_dict() if state.reference else None,
+                **{log.name: log.read_text() for log in folder.glob("*.jsonl")}},
                part / "trainer_state.pt")
-    for name in LOGS:
-        shutil.copy(folder / name, part)                       # the lines up to this step
     return part.rename(part.with_suffix(""))
 
 
-def load_checkpoint(path):
-    """What a checkpoint-STEP, or the newest in a run's folder, has saved, and where it is."""
-    names = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
-    newest = max(names, key=lambda name: int(name.split("-")[1]), default="")
-    folder = Path(path, newest)
-    saved = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
-    return saved | {"folder": str(folder), **{name: (folder / name).read_text() for name in LOGS}}
-
-
-LOGS = "metrics.jsonl", "completions.jsonl"                    # of each step: a line
-
-
 def main(argv):
-    """Run a command line: load, answer, train, answer again. An error is Python's own."""
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Run a command line: load, answer, train, answer again."""
     config, options, saved = parse_options(argv)
     output_dir = Path(options.output_dir).absolute()           # a reward may change the folder
     policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
@@ -1160,19 +1136,17 @@ def main(argv):
             state.reference.load_state_dict(saved["reference"])
     if held_out:
         before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-    kept = vars(config) | vars(options) | {"reward_funcs": None}       # a checkpoint names no code
+    kept = vars(config) | vars(options) | {"reward_funcs": None}       # rewards are code: not kept
     folder, recent, newest = None, [], None
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     for _, rollout, metrics in tqdm(
             steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
         if not folder:                                         # a run that is refused makes none
             folder = make_folder(output_dir)
-            for name in LOGS:
-                (folder / name).write_text(saved.get(name, ""))
         group = {"step": state.step} | first_group(rollout, reward_funcs, config)
-        for name, line in zip(LOGS, (metrics, group)):
-            with open(folder / name, "a") as log:
-                print(json.dumps(line, allow_nan=False), file=log)
+        for name, line in ("metrics.jsonl", metrics), ("completions.jsonl", group):
+            with open(folder / name, "a") as log:              # first, a resumed run's lines
+                log.write(saved.pop(name, "") + json.dumps(line, allow_nan=False) + "\n")
         recent.append(metrics)
         if 10 * state.step % config.max_steps < 10:            # ten times in a run
             means = {name: numpy.array([row[name] for row in recent], dtype=float).mean()
@@ -1185,8 +1159,7 @@ def main(argv):
             tqdm.write(one_line(rollout, 0, reward.item()))
             recent = []
         if state.step % config.save_steps == 0 or state.step == config.max_steps:
-            earlier = newest
-            newest = save_checkpoint(policy, tokenizer, state, kept, folder)
+            earlier, newest = newest, save_checkpoint(policy, tokenizer, state, kept, folder)
             if earlier:
                 shutil.rmtree(earlier, ignore_errors=True)     # only the last is kept
             else:
@@ -1194,7 +1167,8 @@ def main(argv):
                 words = [*called, "--resume_from_checkpoint", str(folder), "--reward_funcs"]
                 tqdm.write(f"  after a stop: python {shlex.join(words + options.reward_funcs)}")
         sys.stdout.flush()                                     # a pipe or a file keeps it otherwise
-    print(f"the model and metrics.jsonl are in {newest or options.resume_from_checkpoint}")
+    print(f"the model and metrics.jsonl are in {newest or options.resume_from_checkpoint} "
+          "and beside it")
     if held_out:
         after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
         print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "

@@ -17,9 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, strategies
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from worked_examples.check_your_own import check
 
 SECONDS = 60                                                            # for the import of a file, and for each law
@@ -28,6 +26,7 @@ FORMULA = {"grpo_loss": 14, "group_advantages": 4, "per_token_logps": 4, "import
 fork = multiprocessing.get_context("fork")                              # the laws are collected once for all processes
 
 
+@functools.cache
 def collect(*files):
     """The laws of these files, as pytest finds them: the test, and a call without arguments that asks it."""
     tests = []
@@ -97,7 +96,6 @@ def grade(path, word="", json_file=None):
             options = row.get("options", {}) | {key: row[key] for key in ("loss_type", "policy_loss") if key in row}
             laws[name][mark].setdefault(str(options), []).append((law, call))
     vars(sys.modules["test_grpo"]).update(TOLERANCE=1e-6, MODEL_TOLERANCE=1e-5)
-    given(strategies.none())(lambda nothing: None)()                    # what Hypothesis loads serves all processes
     unusable = in_a_process(enter, path)
     tests = []
     for name in laws:

@@ -45,7 +45,8 @@ def new(path):
         source = inspect.getsource(getattr(module, name))
         head = re.match('.*?""".*?"""\n', source, re.S)[0]              # to the end of the docstring
         text = text.replace(source, f"{head}    raise NotImplementedError\n")
-    Path(path).write_text(text, encoding="utf-8")
+    with open(path, "x", encoding="utf-8") as file:                     # never over another
+        file.write(text)
 
 
 def table(seed):
@@ -97,16 +98,12 @@ def run(path, flags):
 
 def main(argv):
     parser = argparse.ArgumentParser(prog="homework.py", usage=__doc__, allow_abbrev=False)
-    parser.add_argument("file")
+    parser.add_argument("file", type=check.python_file)
     parser.add_argument("--new", action="store_true")
     parser.add_argument("--grade", action="store_true")
     parser.add_argument("-k", default="")
     parser.add_argument("--json")
     options, flags = parser.parse_known_args(argv)                      # flags: grpo.py's
-    if not options.file.endswith(".py"):
-        parser.exit(2, f"homework.py: error: got {options.file}; allowed is a file of Python code, NAME.py\n")
-    if Path(options.file).is_file() == options.new:
-        parser.exit(2, f"homework.py: error: {options.file} is {'there already' if options.new else 'not there'}\n")
     if options.new:
         return new(options.file)
     if not options.grade:

@@ -8,8 +8,6 @@ minutes on one core. It writes their csv files and group.html. (On another proce
 """
 
 import itertools
-import json
-import re
 import sys
 from pathlib import Path
 
@@ -38,8 +36,7 @@ def csv(name):
 
 def method_in_one_picture():
     """README: eight answers with rewards and advantages, and the probabilities at their fork over the demo's steps."""
-    page = (PICTURES / "group.html").read_text(encoding="utf-8")
-    data = json.loads(re.search(r'id="group">(.*?)</script>', page)[1])
+    data = look_at_a_group.data_in((PICTURES / "group.html").read_text(encoding="utf-8"))
     beginning = "".join(data["forks"][0]["prefix"])                     # what all answers share
     k = len(beginning)
     figure = Figure(figsize=(8.3, 3.4))

@@ -11,6 +11,7 @@ update on this group. --html: the group as a tree, before and after each of ten 
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -18,7 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
-import transformers
 
 import grpo
 
@@ -50,16 +50,12 @@ def load(argv):
 
 def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
     """The first sample with unequal rewards, in_halves: of two texts alike often. If there is none, the last."""
-    for step in range(4000 if in_halves else 40):
-        rng = grpo.step_rng(config, step)
-        rollout = grpo.sample_rollout(policy, tokenizer, grpo.sample_batch(dataset, config, rng), config, rng)
-        rewards_per_func = grpo.compute_rewards(reward_funcs, rollout)
-        rewards = grpo.combine_rewards(rewards_per_func, config.reward_weights)
-        advantages = grpo.outcome_advantages(rewards, rollout, config)
+    at_rest = replace(config, learning_rate=0.0, num_iterations=1, max_steps=4000 if in_halves else 40)
+    for _, rollout, _ in grpo.train(policy, tokenizer, dataset, reward_funcs, at_rest):      # no weight moves
         texts = rollout.completions
-        if advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
+        if rollout.advantages.any() and (not in_halves or {2 * texts.count(text) for text in texts} == {len(texts)}):
             break
-    return rollout._replace(rewards_per_func=rewards_per_func, advantages=advantages)
+    return rollout
 
 
 def find_forks(answers, advantages):
@@ -118,7 +114,7 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
     mask, rows, updates = rollout.completion_mask, torch.arange(len(answers)), []
     if config.mask_truncated_completions:
         mask = mask * rollout.terminated.unsqueeze(1)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=grpo.learning_rate(config, 0), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=0.0)
     for u in range(config.num_iterations + 1):
         if u > 0:                                                       # at first the reference is the policy
             optimizer.zero_grad()
@@ -162,8 +158,12 @@ def page(data):
     return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
 
 
+def data_in(html):
+    """The data of such a page."""
+    return json.loads(re.search(r'id="group">(.*?)</script>', html)[1])
+
+
 def main(argv):
-    transformers.utils.logging.set_verbosity_error()
     html, job = load(argv)
     data = group_data(*job)
     if html:

@@ -38,7 +38,7 @@ def make_trainer(policy, tokenizer, dataset, reward_funcs, config, flags, rollou
                   loss_type=loss_type if policy_loss == "clip" else policy_loss, ref_model_mixup_alpha=1.0)
     if (policy_loss, config.epsilon_high) == ("cispo", None):
         words["epsilon_high"] = 5.0
-    for name in ("max_steps", "warmup_steps", "ref_model_sync_steps", "save_steps"):
+    for name in ("max_steps", "ref_model_sync_steps", "save_steps"):
         words[name] *= config.num_iterations * k                # TRL counts updates
     parser = trl.TrlParser(trl.GRPOConfig, allow_abbrev=False)
     parser.set_defaults(**words, logging_steps=1, save_total_limit=1, report_to="none", disable_dropout=True, **changes)
@@ -62,7 +62,7 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
     trainer = make_trainer(policy, tokenizer, prompts, reward_funcs, config, flags, rollout_func, shuffle_dataset=False)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(   # grpo.py's step size, instead of TRL's
         trainer.create_optimizer(),
-        lambda update: grpo.learning_rate(config, update // config.num_iterations) / config.learning_rate)
+        lambda update: 1 - update // config.num_iterations / config.max_steps)
     trainer.train()
     for _, _, ours in steps:
         updates = [trainer.state.log_history.pop(0) for _ in range(config.num_iterations)]

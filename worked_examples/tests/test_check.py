@@ -5,7 +5,6 @@ import inspect
 import io
 import os
 import re
-import runpy
 import sys
 
 import pytest
@@ -51,17 +50,11 @@ def verdicts(path, text, *options):
 
 
 def test_the_formulas_are_the_same_or_not_there(tmp_path):
-    """formulas.py passes every law that it can be asked; its arguments are grpo.py's (a default may be None)"""
+    """formulas.py passes every law that it can be asked; its defaults are grpo.py's (one may be None)"""
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS)
     for name in check.NAMES:
         assert said[name].startswith("same" if hasattr(formulas, name) else "not there"), name
-    for name, function in inspect.getmembers(formulas, inspect.isfunction):
-        theirs = inspect.signature(vars(check.NAMES[name])[name]).parameters
-        for ours in inspect.signature(function).parameters.values():
-            assert theirs[ours.name].kind == ours.kind, (name, ours)
-            assert theirs[ours.name].default in (ours.default, None), (name, ours)
-    missing = set(re.findall(r"'(\w+)'", " ".join(said.values())))
-    assert missing == {"correction", "scale_rewards", "delta", "estimator", "num_rows_in_batch", "policy_loss"}
+        assert "your default" not in said[name]
     assert code == 0 and said["clipped_surrogate_loss"] == "same in 16 of 20 (no argument 'delta')"
 
 
@@ -105,12 +98,3 @@ def test_a_trainer_with_one_loss_is_asked_all_of_that_loss(trainer, notes, mista
         text = trainer.replace(right, wrong)
         _, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", text, "-x", "-k", "grpo_loss")
         assert said["grpo_loss"].startswith("differs"), wrong
-
-
-def test_a_file_that_is_not_python_is_refused_in_one_line(tmp_path, monkeypatch):
-    """A notebook, a folder: a sentence, and no traceback"""
-    (tmp_path / "my_grpo.ipynb").write_text("{}")
-    for path in (tmp_path / "my_grpo.ipynb", tmp_path):
-        monkeypatch.setattr(sys, "argv", ["check.py", str(path)])
-        with pytest.raises(SystemExit, match="^check.py: error: got .*; allowed is a file of Python code, NAME.py$"):
-            runpy.run_path(check.__file__, run_name="__main__")

@@ -1,23 +1,21 @@
 """What holds on a GPU, and cannot be seen on a CPU: a recorded step, the same numbers, the same bits if asked for."""
 
-import os
 import subprocess
 import sys
 
 import numpy
 import pytest
 import torch
-from conftest import HAS_GPU, PROBLEMS, SMALL, assert_same_run, by_row, command, lines_of, make_model
+from conftest import HAS_GPU, assert_same_run, by_row, command, lines_of, make_model, steps_of
 
 import grpo
 
-ONE_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
 
 
 def run(words):
     """A command line in a process of its own."""
-    subprocess.run([sys.executable, grpo.__file__, *words], check=True, env=ONE_GPU)
+    subprocess.run([sys.executable, grpo.__file__, *words], check=True)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2", "GPTNeoX", "Phi", "Mixtral"])
@@ -61,10 +59,9 @@ CONFIGURATIONS = [
 @pytest.mark.parametrize("kind, options", CONFIGURATIONS, ids=str)
 def test_a_gpu_learns_as_a_cpu_does(kind, options):
     """The metrics of two steps, prompts of two lengths, parts of three rows"""
-    config = grpo.GRPOConfig(**SMALL | dict(per_device_train_batch_size=3, max_steps=2) | options)
-    on_cpu, on_gpu = ([metrics for _, _, metrics in grpo.train(
-        make_model(kind).to(device), grpo.tiny_tokenizer(), PROBLEMS[:6], [by_row, grpo.think_format_reward], config)]
-        for device in ("cpu", "cuda"))
+    options = dict(per_device_train_batch_size=3, max_steps=2) | options
+    on_cpu, on_gpu = ([metrics for *_, metrics in steps_of(
+        make_model(kind).to(device), [by_row, grpo.think_format_reward], **options)] for device in ("cpu", "cuda"))
     times = {"step_time": 0, "reward_time": 0}
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         assert ours | times == pytest.approx(theirs | times, abs=1e-5, rel=1e-4)
@@ -87,9 +84,8 @@ def test_whole_again_and_killed_and_resumed_a_run_has_the_same_bits_with_full_de
     assert_same_run(data / "whole", data / "resumed")
 
 
-@pytest.mark.parametrize("bf16, limit", [(False, 1e-3), (True, 0.1)])
-def test_a_gpu_samples_as_it_scores(bf16, limit, data):
-    """On the command line, in float32 and bfloat16"""
-    run(command(data, bf16=bf16, beta=0.1, num_iterations=2))
+def test_a_gpu_samples_in_bfloat16_nearly_as_it_scores(data):
+    """On the command line; in float32 a run itself ends where they differ"""
+    run(command(data, bf16=True, beta=0.1, num_iterations=2))
     for line in lines_of(data / "out"):
-        assert line["grad_norm"] > 0 and line["sampling/sampling_logp_difference/mean"] < limit
+        assert line["grad_norm"] > 0 and line["sampling/sampling_logp_difference/mean"] < 0.1

@@ -38,10 +38,6 @@ def sampled_after(data):
     return after
 
 
-def data_in(page):
-    return json.loads(re.search(r'id="group">(.*?)</script>', page)[1])
-
-
 def test_a_push_is_the_ratio_times_the_advantage_over_the_denominator_or_clipped():
     """Before and after all updates, for grpo: an answer's tokens are divided by 8 times its length"""
     data, clipped = small_group(), set()
@@ -75,10 +71,14 @@ def test_tokens_that_share_a_text_are_told_apart_and_none_ends_the_script():
 
 
 def test_it_takes_the_flags_of_grpo_and_prints_or_writes(data, capsys):
+    """Of a group in which all earn 0 it prints one answer token by token, of others two"""
     look_at_a_group.main(command(data))
     assert capsys.readouterr().out.count("\nreward ") == 2
+    look_at_a_group.main(command(data, reward_funcs="think_format_reward"))
+    out = capsys.readouterr().out
+    assert out.count("\n  '") == 4 and out.count("\nreward 0, A = 0.0000: ") == 1 and "a silent group" in out
     look_at_a_group.main(["--html", f"{data}/group.html", *command(data)])
-    held = data_in((data / "group.html").read_text())
+    held = look_at_a_group.data_in((data / "group.html").read_text())
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0]
     assert all(before != after for before, after in itertools.pairwise(held["updates"]))
 
@@ -135,24 +135,6 @@ def test_each_picture_can_be_drawn_and_is_committed_and_the_page_is_that_of_the_
     pictures = sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
     assert sorted([*drawn, "toy_run.png"]) == pictures                  # page 7's, which plot_run.py has drawn
     page = (EXAMPLES / "pictures/group.html").read_text(encoding="utf-8")
-    data = data_in(page)
+    data = look_at_a_group.data_in(page)
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert page == look_at_a_group.page(data) and len(page.encode()) <= 400_000 and "://" not in page
-
-
-def test_the_numbers_of_page_06s_runs():
-    """Its table of three seeds; two learn, and in 67 of the third's 100 steps all 32 groups are silent"""
-    page = (EXAMPLES / "06_which_groups_teach.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (4[234]) \| 0\.01 → \S+ \| (.*) \|$", page, re.M)
-    assert [seed for seed, _ in rows] == ["42", "43", "44"]
-    table = figures.csv("two_digit_sums.csv")
-    for seed, cells in rows:
-        run = table[table["run"] == f"seed {seed}"]
-        means = [run[-10:][metric].mean() for metric in ("silent", "entropy", "reward")]
-        numbers = [run["silent"][0], means[0], run["entropy"][0], *means[1:]]
-        assert [float(cell) for cell in cells.split(" | ")] == pytest.approx(numbers, abs=5.1e-3), seed
-    stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
-    assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
-    assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
-    assert stuck["entropy"][44] > 0.7                                   # it rises in between
-    assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right

@@ -5,20 +5,20 @@ import inspect
 import itertools
 import json
 import pdb
-import random
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, cold_started, command
+from conftest import EXAMPLES, ROOT, chat_tokenizer, cli, cold_started
 
 import grpo
-from worked_examples.scripts import look_at_a_group, plot_run, small_model, smollm2
+from worked_examples.scripts import plot_run, small_model, smollm2
 
 README, GRPO = (ROOT / "README.md").read_text(), (ROOT / "grpo.py").read_text()
 PAGE_07 = (EXAMPLES / "07_training_your_own_model.md").read_text()
@@ -57,45 +57,30 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
         assert (learned[one] - learned[other]).abs().mean() > 1e-4, (one, other)
 
 
-def make(folder, capsys, rows, *flags):
-    """What small_model.py prints, line by line, when it makes this folder for these rows."""
-    folder.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
-    small_model.main([f"{folder}.jsonl", str(folder), *map(str, flags)])
-    return capsys.readouterr().out.splitlines()
-
-
-def test_a_small_model_learns_a_task_by_the_command_that_is_printed_and_its_run_is_drawn(tmp_path, capsys):
-    """Three letters backwards: GRPO begins where half of the samples are right. "gag" has a letter of no other word"""
-    words = list(dict.fromkeys("".join(random.Random(i).choices("abcdef", k=3)) for i in range(150)))
-    rows = [{"prompt": f"{word}>", "solution": word[::-1]} for word in [*words[:110], "gag"]]
-    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows[80:])))
-    _, imitated, *_, printed = make(tmp_path / "model", capsys, rows[:80], "--eval_dataset", tmp_path / "held.jsonl")
-    assert re.fullmatch(r"1?\d\d steps of imitation: of 200 sampled answers 1[0-7]\d are right", imitated)
-    python, script, *flags = shlex.split(printed)
-    result = cli(*flags, "--max_steps", 100, "--output_dir", tmp_path / "run")
-    assert python == "python" and script.endswith("grpo.py") and result.code == 0, result.err
-    rewards = [json.loads(line)["reward"] for line in open(tmp_path / "run/metrics.jsonl")]
-    before, after = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
-    assert after > before + 0.2 and float(result.out.split()[-4]) > 0.8, result.out
-    assert plot_run.draw([tmp_path / "run"]).axes[0].lines[1].get_ydata()[99] == pytest.approx(after)   # the thick line
-
-
-def test_a_small_model_counts_whole_right_answers_and_may_imitate_a_thought_before_them(tmp_path, capsys):
-    """Random weights sample none, and it says so. A tag of a thought is one token. No model is put over another"""
+def test_a_small_model_counts_whole_right_answers_and_may_imitate_a_thought_before_them(tmp_path, monkeypatch, capsys):
+    """Random weights sample none, and it says so. A tag of a thought is one token, the letter of a held-out problem
+    another. No model is put over another"""
+    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{word}>", "solution": word[::-1], "trace": f"<think>{word}</think>{word[::-1]}"}
             for word in ("abcd", "bcda", "cdab", "dabc")]
-    made, imitated, *_ = make(tmp_path / "one", capsys, rows, "--imitate", "trace", "--steps", 0)
-    assert made.endswith("the commonest solution, 'dcba', is that of 25% of the problems")
+    Path("task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("held.jsonl").write_text('{"prompt": "gag>", "solution": "gag"}')
+    words = "task.jsonl one --eval_dataset held.jsonl --imitate trace --steps 0".split()
+    small_model.main(words)
+    made, imitated, *_ = capsys.readouterr().out.splitlines()
+    assert made.endswith(" 9 tokens; the commonest solution, 'dcba', is that of 25% of the problems")
     assert imitated.endswith("of 200 sampled answers 0 are right, not 100: GRPO has nothing to learn from")
-    pytest.raises(SystemExit, make, tmp_path / "one", capsys, rows)
-    _, imitated, *answers, _, printed = make(tmp_path / "two", capsys, rows, "--imitate", "trace", "--enough", 0.8)
-    assert int(imitated.split()[-3]) >= 160 and "--max_completion_length 12 " in printed
+    pytest.raises(SystemExit, small_model.main, words)
+    small_model.main("task.jsonl two --imitate trace".split())
+    _, imitated, *answers, _, printed = capsys.readouterr().out.splitlines()
+    assert int(imitated.split()[-3]) >= 100 and "--max_completion_length 12 " in printed
     assert all("'<think>" in answer for answer in answers)
 
 
 @pytest.mark.parametrize("page, heading", [(README, "Your own model"), (PAGE_07, "A task of your own")])
-def test_the_commands_for_a_model_of_ones_own_run_as_typed(page, heading, tmp_path, monkeypatch, capsys):
-    """With the section's files, but for the number of steps; the command that is printed is that of page 7"""
+def test_the_commands_for_a_model_of_ones_own_run_as_typed_and_it_learns(page, heading, tmp_path, monkeypatch, capsys):
+    """With the section's files. GRPO begins where half of the samples are right; 150 steps are enough, and are drawn.
+    The command that is printed is that of page 7"""
     monkeypatch.chdir(tmp_path)
     section = re.sub(r" \\\n +", " ", page.partition(f"\n## {heading}")[2].partition("\n## ")[0])
     for fence in re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M):
@@ -103,11 +88,18 @@ def test_the_commands_for_a_model_of_ones_own_run_as_typed(page, heading, tmp_pa
             (tmp_path / "my_rewards.py").write_text(fence)
         elif fence.startswith("import"):
             exec(fence, {})
-    for flags in re.findall(r"^python \S*small_model.py (.*)$", section, re.M):
-        small_model.main([*shlex.split(flags), "--steps", "10"])
-        assert page == README or capsys.readouterr().out.splitlines()[-1].partition("grpo.py ")[2] in section
-    commands = re.findall(r"^python grpo.py (.*)$", section, re.M)
-    assert commands and [cli(*shlex.split(flags), "--max_steps", 1).code for flags in commands] == [0] * len(commands)
+    flags, = re.findall(r"^python \S*small_model.py (.*)$", section, re.M)
+    small_model.main(shlex.split(flags))
+    _, imitated, *_, printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ steps of imitation: of 200 sampled answers 1[0-7]\d are right", imitated)
+    assert page == README or printed.partition("grpo.py ")[2] in section
+    flags, = re.findall(r"^python grpo.py (.*)$", section, re.M)
+    done = cli(*shlex.split(flags), "--max_steps", 150, "--output_dir", "run")
+    assert done.code == 0, done.err
+    rewards = [json.loads(line)["reward"] for line in open("run/metrics.jsonl")]
+    before, after = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    assert after > before + 0.2
+    assert plot_run.draw(["run"]).axes[0].lines[1].get_ydata()[-1] == pytest.approx(after)           # the thick line
 
 
 def test_the_tokenizer_of_a_small_model_keeps_each_character(tmp_path):
@@ -131,13 +123,6 @@ def test_smollm2_holds_out_sums_and_the_page_shows_the_command_that_is_printed()
     command = smollm2.COMMAND.format(grpo="grpo.py", folder="smollm2")
     config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
     assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2 and command in PAGE_07
-
-
-def test_a_group_is_shown_when_all_are_silent(data, capsys):
-    """All answers earn 0; each text is shown, then one of them token by token"""
-    look_at_a_group.main(command(data, reward_funcs="think_format_reward"))
-    out = capsys.readouterr().out
-    assert out.count("\n  '") == 4 and out.count("\nreward 0, A = 0.0000: ") == 1 and "a silent group" in out
 
 
 def test_formulas_are_compared():
@@ -199,8 +184,6 @@ def test_texts_name_what_exists():
         text = path.read_text() if path.suffix == ".md" else ast.get_docstring(ast.parse(path.read_text())) or ""
         for file in re.findall(r"\bpython ([\w./]+\.py)", text):
             assert (ROOT / file).exists() or file == "grpo_bug.py", (path, file)
-        for test in re.findall(r"`(test_\w+)`", text):
-            assert any(f"def {test}(" in other.read_text() for other in SCRIPTS), (path, test)
     for section, function in re.findall(r"^\|.*\| (§\d+) `(\w+)` \|", README, re.M):
         assert f"\ndef {function}(" in GRPO.partition(f"\n# {section} ")[2].partition("\n# §")[0], function
     assert set(re.findall(r"(?<![\w-])--[a-z]\w+", README)) <= set(re.findall(r"--\w+", cli("--help").out))

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import json
 import math
 import os
@@ -21,8 +20,8 @@ import numpy
 import pytest
 import torch
 import transformers
-from conftest import (PROBLEMS, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, lines_of, make_model,
-                      passes_of, steps_of)
+from conftest import (PROBLEMS, SMALL, assert_same_run, by_row, chat_tokenizer, cli, command, make_model, passes_of,
+                      steps_of)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -33,10 +32,7 @@ nan, inf = math.nan, math.inf
 close = torch.testing.assert_close
 same = functools.partial(close, atol=0, rtol=0, equal_nan=True)
 LLAMA = make_model("Llama")
-
-
-def draws(n):
-    return settings(max_examples=n, deadline=None, derandomize=True, database=None)
+DRAWS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 
 
 def answers_of(model, uniforms, **options):
@@ -68,39 +64,40 @@ def tree(folder):
 def written_by(done):
     """The folder that a run names at its end."""
     assert done.code == 0, done.err
-    return Path(re.search(r"^the model and metrics.jsonl are in (.*)/checkpoint-\d+$", done.out, re.M)[1])
+    return Path(re.search(r"^the model and metrics.jsonl are in (.*)/checkpoint-\d+\b", done.out, re.M)[1])
 
 
 # §9 Sampling ----------------------------------------------------------------------------------------------------------
 
-@draws(100)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.integers(0, 99))
-def test_a_uniform_number_chooses_the_first_token_whose_sum_is_above_it(weights, percent):
-    """The first v with Σ_{w<=v} p_w > u; one of probability 0 is not chosen. Without u: the likeliest."""
-    u = torch.tensor([(percent + 0.5) / 100], dtype=torch.float64)      # on no sum of these p
-    logits = torch.tensor([weights], dtype=torch.float64).log()
-    sums = itertools.accumulate(weight / sum(weights) for weight in weights)
-    assert grpo.choose_tokens(logits, u).item() == next(v for v, total in enumerate(sums) if total > u)
-    assert grpo.choose_tokens(logits, None).item() == weights.index(max(weights))
-
-
 def test_each_word_of_a_large_vocabulary_can_be_drawn_but_one_of_probability_0():
-    """152,000 words, of which one is likely: in float32 the probabilities of the others would be lost in the sum."""
-    logits, words = torch.zeros(152_000), torch.arange(2, 152_000, 5_000)
+    """151,936 words, of which one is likely: in float32 the probabilities of the others would be lost in the sum.
+    Without a uniform number it is the likely one."""
+    logits, words = torch.zeros(151_936), torch.arange(2, 151_936, 5_000)
     logits[:2] = torch.tensor([-inf, 20.0])
     cdf = logits.softmax(0, dtype=torch.float64).cumsum(0)
     u = torch.tensor([0.0, *(cdf[words - 1] + cdf[words]) / 2, 1 - 2**-53], dtype=torch.float64)
-    assert grpo.choose_tokens(logits.expand(len(u), -1), u).tolist() == [1, *words.tolist(), 151_999]
+    assert grpo.choose_tokens(logits.expand(len(u), -1), u).tolist() == [1, *words.tolist(), 151_935]
+    assert grpo.choose_tokens(logits[None], None).tolist() == [1]
 
 
-@pytest.mark.parametrize("kind, pad", [("GPT2", 0), ("Llama", 0), ("Llama", 1)])
-def test_each_token_is_where_its_uniform_number_falls(kind, pad):
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "GPTNeoX", "Phi"])
+@pytest.mark.parametrize("pad, on_gpu", [(0, False), (1, False), (0, True)])
+def test_each_token_is_where_its_uniform_number_falls(kind, pad, on_gpu):
     """Σ_{w<o} p_w <= u < Σ_{w<=o} p_w, and log p_o is recorded, with p from a pass without padding, cache or other
-    rows: a row sampled alone or in a batch gives the same tokens. Rows that have ended leave the batch."""
+    rows: a row sampled alone or in a batch gives the same tokens, and the loop of a GPU those of the plain one. Rows
+    that have ended leave the batch; on a GPU, with a static cache and a step that could be recorded, none leaves."""
     model, u = make_model(kind), torch.rand(24, 12, generator=torch.Generator().manual_seed(0))
-    prompts, passes = [[5, 6], [7, 8, 9, 10], [3, 4, 5]], passes_of(model)
-    ids, mask, logps = answers_of(model, u, pad_token_id=pad)
-    assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in mask.sum(0).tolist()[1:]]
+    prompts, passes, passes_before = [[5, 6], [7, 8, 9, 10], [3, 4, 5]], passes_of(model), []
+
+    def record(function, *inputs):
+        passes_before.append(len(passes))
+        return function
+
+    with mock.patch.object(grpo, "record_on_gpu", record), mock.patch.object(torch.Tensor, "is_cuda", on_gpu):
+        ids, mask, logps = answers_of(model, u, pad_token_id=pad)
+    rows = [24 if on_gpu else live for live in mask.sum(0).tolist()[1:]]
+    assert [shape for *shape, _ in passes] == [[3, 4]] + [[live, 1] for live in rows]
+    assert passes_before == [2] * on_gpu                                # the prompts' one, and that of a first step
     assert torch.equal(mask, grpo.make_completion_mask(ids, [1, 2])) and (ids[mask == 0] == pad).all()
     assert 2 * mask.sum(1).min() < mask.sum(1).max()                    # ragged, or nothing is tested
     for i, T in enumerate(mask.sum(1)):
@@ -110,30 +107,7 @@ def test_each_token_is_where_its_uniform_number_falls(kind, pad):
         high, of_token = p.cumsum(-1).gather(1, answer)[:, 0], p.gather(1, answer)[:, 0]
         assert (high - of_token - 1e-5 <= u[i, :T]).all() and (u[i, :T] <= high + 1e-5).all()
         close(logps[i, :T], of_token.log(), atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2", "GPTNeoX", "Phi"])
-def test_the_loop_of_a_gpu_gives_the_tokens_of_the_plain_one(kind, monkeypatch):
-    """With a static cache and a step that could be recorded no row leaves, and what an ended row goes on with is cut
-    off: tokens, mask and log-probs are as without, for ragged prompts, two EOS, greedy and drawn."""
-    model = make_model(kind)
-    drawn = torch.rand(24, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = [answers_of(model, uniforms) for uniforms in (drawn, None)]
-    passes_before = []
-
-    def record(function, *inputs):
-        passes_before.append(len(passes))
-        return function
-
-    monkeypatch.setattr(grpo, "record_on_gpu", record)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for uniforms, want in zip((drawn, None), plain):
-        passes = passes_of(model)
-        ids, mask, logps = answers_of(model, uniforms)
-        assert torch.equal(ids, want[0]) and torch.equal(mask, want[1])
-        close(logps, want[2], atol=1e-5, rtol=0)
-        assert [shape for *shape, _ in passes] == [[3, 4]] + [[24, 1]] * (ids.size(1) - 1)
-    assert set(passes_before) == {2}                                    # the prompts' one, and that of a first step
+        assert not logps[i, T:].any()
 
 
 def test_no_answer_runs_beyond_the_positions_that_the_model_knows():
@@ -187,14 +161,13 @@ def test_a_reward_sees_the_text_that_the_model_wrote():
         of_chats = grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": question("1+2")}] * 2, config)
     assert of_texts.completions == ["<think>0</think><pad>1", "0</think>1"]
     assert [message["content"] for message, in of_chats.completions] == ["<think>0</think><pad>1", "<think>0</think>1"]
-    assert grpo.think_format_reward(of_chats.completions) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("behind, ends", [
     ("<|im_end|>", True), ("<|im_end|>\n", True), ("", False), ("\n", False), ("<turn>", False)])
 def test_an_answer_ends_where_the_chat_template_ends_a_turn(behind, ends):
     """The special token that the template writes behind an assistant's text ends an answer, though no EOS: its text
-    is without it, and `terminated` says so. Another text, or a token that is not special, ends nothing."""
+    is without it. Another text, or a token that is not special, ends nothing."""
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})             # 17
     tokenizer.add_tokens(["<turn>"])                                                        # 18
@@ -204,7 +177,6 @@ def test_an_answer_ends_where_the_chat_template_ends_a_turn(behind, ends):
     eos = [1, 17] if ends else [1]
     assert {17, 18} <= set(r.completion_ids.flatten().tolist())         # both were drawn
     assert torch.equal(r.completion_mask, grpo.make_completion_mask(r.completion_ids, eos))
-    assert torch.equal(r.terminated, torch.isin(r.completion_ids, torch.tensor(eos)).any(1))
     assert ends != any("<|im_end|>" in message["content"] for message, in r.completions)
 
 
@@ -216,49 +188,13 @@ def test_with_bf16_a_copy_of_the_weights_samples_and_autocast_scores():
         next(steps_of(model, bf16=True))
     sampler = generate.call_args.args[0]
     assert {dtype for *_, dtype in passes} == {torch.bfloat16}
-    close(sampler.lm_head.weight, LLAMA.lm_head.weight.bfloat16())
-    assert {x.dtype for x in sampler.parameters()} == {torch.bfloat16}
+    same(list(sampler.parameters()), [x.bfloat16() for x in LLAMA.parameters()])
     same(list(sampler.buffers()), list(LLAMA.buffers()))
     assert {x.dtype for x in model.parameters()} == {torch.float32}
     assert not torch.equal(model.lm_head.weight, LLAMA.lm_head.weight)
 
 
-# §10 What a step draws ------------------------------------------------------------------------------------------------
-
-@draws(30)
-@given(st.integers(1, 12), st.integers(1, 24), st.integers(1, 3))
-def test_each_pass_deals_all_rows_to_the_mini_batches(groups, n, passes):
-    """Each pass is a partition of range(B) in sorted parts."""
-    B, n = 2 * groups, min(n, 2 * groups)
-    config = grpo.GRPOConfig(num_generations=2, generation_batch_size=B, num_mini_batches=n, num_iterations=passes)
-    parts = [rows.tolist() for rows in grpo.mini_batches(config, numpy.random.default_rng(B))]
-    assert len(parts) == n * passes and all(part == sorted(part) for part in parts)
-    for i in range(0, len(parts), n):
-        assert sorted(sum(parts[i:i + n], [])) == list(range(B))
-
-
-@draws(30)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_prompts_of_a_step_are_distinct_where_the_data_suffice(size, count, seed, step):
-    """P prompts of the dataset, none of them twice if it has P."""
-    config = grpo.GRPOConfig(num_generations=2, generation_batch_size=2 * count, seed=seed)
-    prompts = grpo.sample_batch(range(size), config, grpo.step_rng(config, step))
-    assert len(prompts) == count and set(prompts) <= set(range(size))
-    assert len(set(prompts)) == count or count > size
-
-
-@draws(50)
-@given(st.integers(1, 50), st.integers(0, 60), st.floats(1e-6, 1))
-def test_the_step_size_rises_then_falls_and_stays_between_0_and_the_learning_rate(steps, warmup, top):
-    """Up by equal amounts over warmup_steps, from there down by equal amounts, to be 0 at max_steps."""
-    config = grpo.GRPOConfig(max_steps=steps, warmup_steps=warmup, learning_rate=top)
-    rates = [grpo.learning_rate(config, step) for step in range(steps)]
-    want = [top * (i + 1) / (warmup + 1) for i in range(warmup)] + [top]
-    want += [top - top * (i + 1) / max(steps - warmup, 1) for i in range(steps)]
-    assert rates == pytest.approx(want[:steps], abs=1e-12)
-
-
-# §10 A run by hand ----------------------------------------------------------------------------------------------------
+# §10 Training ---------------------------------------------------------------------------------------------------------
 
 WORDS = ["beta", "delta", "loss_type", "policy_loss", "importance_sampling_level", "use_bias_correction_kl",
          "max_completion_length", "epsilon_high"]                       # mean the same in the config and in the loss
@@ -270,11 +206,11 @@ def perturbed(rewards, rollout, config, nats=9e-4):
     return grpo.outcome_advantages(rewards, rollout, config)
 
 
-def assert_run_by_hand(**options):
-    """A twin of the policy draws the same prompts and answers from seed and step, and learns from them, each update in
-    one pass: all metrics and weights are the same. Nothing that a reward function leaves reaches the run: dropout that
-    is switched on, gradients, another default dtype."""
-    policy, twin, reference = (make_model("GPT2").double() for _ in range(3))
+def assert_run_by_hand(problems, **options):
+    """A twin of the policy draws the same prompts, none of them twice if there are enough, and answers from seed and
+    step, and learns from them, each update in one pass: all metrics and weights are the same. Nothing that a reward
+    function leaves reaches the run: dropout that is switched on, gradients, another default dtype."""
+    policy, twin, reference = (make_model("GPT2").double().train(mode) for mode in (True, False, False))
     policy.generation_config.eos_token_id = [5, 7]                      # they end an answer, as the tokenizer's 1 does
 
     def careless(completions, **columns):
@@ -289,12 +225,14 @@ def assert_run_by_hand(**options):
     by_func = torch.tensor([by_row(range(B)), [0.3, 0.3, 0, 0, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)
     rewards = torch.tensor(c.reward_weights or [1, 1], dtype=torch.float64) @ by_func
     A, groups = grpo.group_advantages(rewards, G, scale_rewards=c.scale_rewards), rewards.view(-1, G)
-    for step, (_, r, metrics) in enumerate(steps_of(policy, [by_row, careless], perturbed, **options)):
+    steps = grpo.train(policy, grpo.tiny_tokenizer(), problems, [by_row, careless], c, compute_advantages=perturbed)
+    for step, (_, r, metrics) in enumerate(steps):
         torch.set_default_dtype(torch.float32)
         if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
             reference.load_state_dict(twin.state_dict())
         rng = numpy.random.default_rng([c.seed, 3, step])
-        assert r.examples == [PROBLEMS[i] for i in rng.choice(6, B // G, replace=False) for _ in range(G)]
+        chosen = rng.choice(len(problems), B // G, replace=len(problems) < B // G)
+        assert r.examples == [problems[i] for i in chosen for _ in range(G)]
         answers, *_ = grpo.generate(
             twin, r.prompt_ids[::G], r.prompt_mask[::G], num_generations=G, eos_token_ids=[1, 5, 7],
             max_completion_length=c.max_completion_length, temperature=c.temperature,
@@ -320,7 +258,7 @@ def assert_run_by_hand(**options):
             if learns[rows].any():                                      # else no weight moves by AdamW's momentum
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), c.max_grad_norm or inf)
-            rate = optimizer.param_groups[0]["lr"] = grpo.learning_rate(c, step)
+            rate = optimizer.param_groups[0]["lr"] = c.learning_rate * (1 - step / c.max_steps)
             optimizer.step()
             updates.append({"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": rate, **found})
         gap = 9e-4 * loss_mask[learns][:, ::2].sum() / loss_mask[learns].sum().clamp(min=1)
@@ -349,17 +287,15 @@ any_reference = one_of(reward_weights=[None, [0.0, 2.0], [0.0, 0.0]]) | one_of(
 any_batch = one_of(
     loss_type=["grpo", "dr_grpo", "dapo"], importance_sampling_level=["token", "sequence"], temperature=[1.0, 0.7],
     scale_rewards=["group", "batch", "none"], mask_truncated_completions=[False, True],
-    per_device_train_batch_size=range(1, 9))
-any_steps = one_of(
-    max_steps=[1, 2, 3], num_iterations=[1, 2, 3], num_mini_batches=[1, 2, 3, 4], warmup_steps=[0, 1],
-    max_grad_norm=[0.0, 0.02, 1.0], seed=range(100))
+    per_device_train_batch_size=range(1, 9), num_iterations=[1, 2, 3], num_mini_batches=[1, 2, 3, 4],
+    max_grad_norm=[0.0, 0.02, 1.0], max_steps=[1, 2, 3], seed=range(100))
 
 
-@settings(draws(25), phases=[Phase.generate])                           # shrinking would take minutes
-@given(any_policy_loss, any_reference, any_batch, any_steps)
-def test_train_is_algorithm_1_with_any_options(policy_loss, reference, batch, steps):
+@settings(DRAWS, max_examples=25, phases=[Phase.generate])              # shrinking would take minutes
+@given(st.sampled_from([1, 2, 6]), any_policy_loss, any_reference, any_batch)
+def test_train_is_algorithm_1_with_any_options(size, policy_loss, reference, batch):
     try:
-        assert_run_by_hand(**policy_loss, **reference, **batch, **steps)
+        assert_run_by_hand(PROBLEMS[:size], **policy_loss, **reference, **batch)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -379,17 +315,6 @@ def test_a_debugger_sees_each_tensor_of_the_equations_in_the_frame_of_train():
     assert seen["logps"].shape == (3, T) and seen["logps"].requires_grad
     assert seen["rewards"].tolist() == by_row(range(8))
 
-
-def test_a_batch_in_which_no_row_learns_changes_no_weight():
-    """Though AdamW has a momentum from the step before."""
-    policy, weights, rewards = make_model("Llama"), [], [by_row(range(8)), [0.5] * 8, [0.5] * 8]
-    for _, _, metrics in steps_of(policy, [lambda **columns: rewards.pop(0)], max_steps=3):
-        weights.append(policy.lm_head.weight.clone())
-    assert metrics["step"] == 3 and metrics["loss"] == metrics["grad_norm"] == 0
-    assert torch.equal(weights[2], weights[0]) and not torch.equal(weights[0], LLAMA.lm_head.weight)
-
-
-# §10 Scoring ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, of_all, of_some", [
     (dict(), 0, 1), (dict(beta=0.1), 2, 0), (dict(num_iterations=2), 1, 2)], ids=str)
@@ -420,28 +345,30 @@ def test_a_model_that_ignores_its_cache_positions_or_mask_ends_the_run_at_the_fi
         next(ask())
 
 
-@pytest.mark.parametrize("nats, ends", [(9e-4, False), (-9e-4, False), (2.1e-3, True), (-2.1e-3, True), (nan, True)])
-def test_sampler_and_scorer_differ_by_a_thousandth_of_a_nat_at_most_or_the_run_ends(nats, ends):
-    """On average over the scored tokens, in each step: every second one differs here."""
-    steps = steps_of(make_model("Llama"), compute_advantages=functools.partial(perturbed, nats=nats))
-    if ends:
-        with pytest.raises(AssertionError, match="log-probs differ"):
-            next(steps)
-    else:
-        _, _, metrics = next(steps)
-        assert 4e-4 < metrics["sampling/sampling_logp_difference/mean"] < 8e-4
+@pytest.mark.parametrize("nats, bf16", [(2.1e-3, False), (-2.1e-3, False), (nan, False), (2.1, True), (nan, True)])
+def test_sampler_and_scorer_differ_by_a_thousandth_of_a_nat_at_most_or_the_run_ends(nats, bf16):
+    """On average over the scored tokens, in each step: every second one differs here. A run by hand has 9e-4 there. In
+    bfloat16 they differ by a nat at most."""
+    steps = steps_of(make_model("Llama"), compute_advantages=functools.partial(perturbed, nats=nats), bf16=bf16)
+    with pytest.raises(AssertionError, match="log-probs differ"):
+        next(steps)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_the_weights_change():
-    """Here the loss is finite."""
+def test_what_is_not_finite_ends_the_run_before_the_weights_change():
+    """A gradient whose loss is finite; a weight, though its answers are alike, so that no row learns."""
     model = make_model("Llama")
     model.lm_head.weight.register_hook(lambda gradient: gradient * inf)
     with pytest.raises(RuntimeError):
         next(steps_of(model))
     same(model.state_dict(), LLAMA.state_dict())
+    model.lm_head.weight.data[0] = nan
+    with pytest.raises(AssertionError, match="differ by nan"):
+        next(steps_of(model, [grpo.think_format_reward]))
 
 
-# §10 Rewards ----------------------------------------------------------------------------------------------------------
+def test_no_run_has_the_loss_whose_parts_do_not_add_up():
+    pytest.raises(AssertionError, grpo.GRPOConfig, loss_type="bnpo")
+
 
 def test_rewards_reach_the_prompt_that_they_belong_to():
     """A function is given prompts, completions, their ids without padding, and the dataset's columns, row by row. What
@@ -451,16 +378,14 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
 
     def judge(**columns):
         seen.append(copy.deepcopy(columns))
-        for i in range(8):
-            for name in "prompts", "completions", "completion_ids":
-                assert columns[name][i] == seen[-1][name][i]
-                columns[name][i].append("mine")
+        for name in "prompts", "completions", "completion_ids":
+            for x in columns[name]:
+                x.append("mine")
+            assert columns[name] == [x + ["mine"] for x in seen[-1][name]]
         return by_row(**columns)
 
-    def second_judge(**columns):
-        return judge(**columns)
-
-    (_, r, _), = grpo.train(make_model("Llama"), tokenizer, dataset, [judge, second_judge], grpo.GRPOConfig(**SMALL))
+    judges = [judge, lambda **columns: judge(**columns)]
+    (_, r, _), = grpo.train(make_model("Llama"), tokenizer, dataset, judges, grpo.GRPOConfig(**SMALL))
     columns, again = seen
     assert columns == again and dataset == kept
     assert sorted(columns) == ["completion_ids", "completions", "prompts", "solution"]
@@ -472,7 +397,7 @@ def test_rewards_reach_the_prompt_that_they_belong_to():
         assert columns["completion_ids"][i] == ids and columns["completions"][i] == r.completions[i] == answer
 
 
-@draws(50)
+@DRAWS
 @given(st.lists(st.none() | st.floats(allow_infinity=False) | st.integers(-2**53, 2**53), min_size=1, max_size=4))
 def test_rewards_are_in_float64_to_the_last_bit_what_a_function_returned(values):
     """A list, a tuple, an array or a tensor of numbers; None, and NaN, is no reward."""
@@ -492,25 +417,22 @@ def test_what_is_no_list_of_a_number_for_each_row_is_refused(returned):
 
 # §12 Folders and checkpoints ------------------------------------------------------------------------------------------
 
-STOPPABLE = dict(max_steps=3, save_steps=1, max_completion_length=3, num_mini_batches=2, warmup_steps=1, beta=0.1,
+STOPPABLE = dict(max_steps=3, save_steps=1, max_completion_length=3, num_mini_batches=2, beta=0.1,
                  sync_ref_model=True, ref_model_sync_steps=2)
 
 
-def whole_run(data):
-    """The folder of this run if nothing stops it; one for all tests."""
-    folder = data.joinpath("models").resolve() / "whole"
-    if not folder.exists():
-        assert written_by(cli(*command(data, **STOPPABLE, output_dir=folder))) == folder
-    return folder
-
-
 def go_on(data, printed):
-    """Go on by the printed command; where there is none yet, begin again. No file that was there changes."""
-    before, commands = tree(data), re.findall("after a stop: python (.*)", printed)
+    """Go on by the printed command, or where there is none yet, begin again, to the bits of the run that nothing stops.
+    No file that was there changes."""
+    whole = data.joinpath("models").resolve() / "whole"                 # one for all tests
+    if not whole.exists():
+        assert written_by(cli(*command(data, **STOPPABLE, output_dir=whole))) == whole
+    before, commands = tree(data), re.findall(r"after a stop: python \S*grpo.py (--resume_from_checkpoint .*)", printed)
     assert len(commands) == any(re.fullmatch(r"checkpoint-\d+", path.name) is not None for path in before)
-    words = shlex.split(commands[0])[1:] if commands else command(data, **STOPPABLE)
+    words = shlex.split(commands[0]) if commands else command(data, **STOPPABLE)
     folder = written_by(cli(*words))
     assert before.items() <= tree(data).items()
+    assert_same_run(folder, whole)
     return folder
 
 
@@ -518,7 +440,7 @@ def go_on(data, printed):
 @pytest.mark.parametrize("owner, name, nth", [
     (grpo, "compute_rewards", 2), (torch.optim.AdamW, "step", 2), (grpo, "make_folder", 1),
     (grpo, "save_checkpoint", 2), (transformers.PreTrainedTokenizerBase, "save_pretrained", 2), (torch, "save", 2),
-    (shutil, "copy", 2), (Path, "rename", 2), (shutil, "rmtree", 1)], ids=lambda x: getattr(x, "__name__", str(x)))
+    (Path, "rename", 2), (shutil, "rmtree", 1)], ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_run_stopped_at_any_moment_goes_on_to_the_bits_of_the_whole(owner, name, nth, error, data):
     """Stopped before the n-th of these calls, which come one after the other: metrics, texts and weights are as if
     nothing had happened, with a reference model and mini-batches."""
@@ -533,7 +455,7 @@ def test_a_run_stopped_at_any_moment_goes_on_to_the_bits_of_the_whole(owner, nam
     with mock.patch.object(owner, name, stop):
         stopped = cli(*command(data, **STOPPABLE))
     assert stopped.code == 1 and "Traceback" in stopped.err
-    assert_same_run(go_on(data, stopped.out), whole_run(data))
+    go_on(data, stopped.out)
 
 
 CARELESS_REWARDS = """
@@ -560,57 +482,47 @@ def test_a_killed_run_goes_on_and_its_rewards_may_use_processes_and_move_to_anot
     assert killed.returncode == -9, killed.stderr
     (data / "rewards.py").write_text(text)
     assert go_on(data, killed.stdout) == data / "a run/out-2"
-    assert_same_run(data / "a run/out-2", whole_run(data))
 
 
 def test_no_run_touches_what_it_has_not_made(data):
-    """A run writes into NAME, or NAME-2, NAME-3, ..., the first that is not there, be it a file or an empty folder; a
-    run that is resumed from a copied checkpoint, with others beside it, does so, too, and many that begin at once."""
+    """A run writes into NAME, or NAME-2, NAME-3, ..., the first that is not there, be it a file or an empty folder; so
+    do many that begin at once. go_on asks the same of a run that is resumed."""
     (data / "out").write_text("mine")
     (data / "out-2").mkdir()
-    resumed = ["--resume_from_checkpoint", data / "kept/checkpoint-1", "--max_steps", 2]
-    for number, more in (3, []), (4, []), (5, resumed):
-        before = tree(data)
-        assert written_by(cli(*command(data, max_steps=1), *more)) == data / f"out-{number}"
-        after = tree(data)
-        assert before.items() <= after.items()
-        assert all(path.is_relative_to(data / f"out-{number}") for path in after.keys() - before.keys())
-        for name in "checkpoint-1", "checkpoint-2":
-            shutil.copytree(data / "out-3/checkpoint-1", data / "kept" / name, dirs_exist_ok=True)
-    assert len(lines_of(data / "out-5")) == 2
+    before = tree(data)
+    assert written_by(cli(*command(data, max_steps=1))) == data / "out-3"
+    after = tree(data)
+    assert before.items() <= after.items()
+    assert all(path.is_relative_to(data / "out-3") for path in after.keys() - before.keys())
     with ThreadPoolExecutor(8) as pool:
         folders = set(pool.map(grpo.make_folder, [data / "many/out"] * 80))
     assert folders == set(data.joinpath("many").iterdir()) and len(folders) == 80
 
 
 def test_options_model_and_data_come_back_from_the_newest_checkpoint_and_reward_functions_are_repeated(data):
-    """The newest by its number; what is not whole, or is called otherwise, is passed over. Flags that are given again
-    win. A checkpoint is data: it names no code, and one that does is refused."""
+    """The newest by its number that is whole. Flags that are given again win. A checkpoint is data: it names no code,
+    and one that does is refused."""
     first = command(data, learning_rate=0.02, seed=7, reward_weights=[1, 2], scale_rewards="batch")
     assert cli(*first).code == 0
-    for name in "checkpoint-9", "checkpoint-10", "checkpoint-11.part", "checkpoint-12 copy", "checkpoint-best":
+    for name in "checkpoint-10", "checkpoint-11.part":
         shutil.copytree(data / "out/checkpoint-2", data / "out" / name)
     rewards = ["--reward_funcs", "think_format_reward", "rewards.length"]
     config, options, _ = grpo.parse_options(first)
-    for path, found in ("out", "out/checkpoint-10"), ("out/checkpoint-9", "out/checkpoint-9"):
-        again = ["--resume_from_checkpoint", path]
-        resumed_config, resumed, saved = grpo.parse_options([*again, *rewards, "--seed", "8"])
-        assert resumed_config == grpo.GRPOConfig(**vars(config) | {"seed": 8})
-        assert vars(resumed) == vars(options) | {"resume_from_checkpoint": found}
-        assert saved["config"]["reward_funcs"] is None
-        for words, named in ([], "--reward_funcs"), ([*rewards, "--model", "models/judge"], "--model"):
-            refused = cli(*again, *words)
-            assert refused.code == 2 and f"error: {named}" in refused.err
-    state = data / "out/checkpoint-9/trainer_state.pt"
+    resumed_config, resumed, _ = grpo.parse_options(["--resume_from_checkpoint", "out", *rewards, "--seed", "8"])
+    assert resumed_config == grpo.GRPOConfig(**vars(config) | {"seed": 8})
+    assert vars(resumed) == vars(options) | {"resume_from_checkpoint": "out/checkpoint-10"}
+    longer = ["--resume_from_checkpoint", "out/checkpoint-2", "--max_steps", 3]
+    assert cli(*longer).code == 2
+    assert written_by(cli(*longer, *rewards)) == data / "out-2"
+    state = data / "out/checkpoint-2/trainer_state.pt"
     torch.save(torch.load(state, weights_only=True) | {"code": print}, state)
-    assert cli(*again, *rewards, "--max_steps", 3).code == 1
+    assert cli(*longer, *rewards).code == 1
 
 
 # §11, §12 The demo and the command line -------------------------------------------------------------------------------
 
-STEP_LINE = (r"  step (\d+): reward (\S+), silent groups (\d+)%, entropy (\S+), cut off (\d+)%, "
-             r"(\S+) s \((\S+) in rewards\)")
 ANSWER = r"  ('.*') -> (.*?)(?: \(cut off\))?   reward (\S+)"
+SHOWN = ["reward", "frac_reward_zero_std", "entropy", "completions/clipped_ratio", "step_time", "reward_time"]
 
 
 def test_the_console_shows_ten_times_the_means_since_the_last_time_and_an_answer(data):
@@ -631,12 +543,10 @@ def test_the_console_shows_ten_times_the_means_since_the_last_time_and_an_answer
         rewards = grpo.combine_rewards(scores, weights)
         close(torch.tensor(group["advantages"]), grpo.group_advantages(rewards, 4).float())
         if step % 2 == 0:
-            shown = re.fullmatch(STEP_LINE, printed[step - 2]).groups()
-            for number, (name, unit) in zip(shown, [
-                    ("step", 1), ("reward", 1), ("frac_reward_zero_std", 100), ("entropy", 1),
-                    ("completions/clipped_ratio", 100), ("step_time", 1), ("reward_time", 1)]):
-                mean = step if name == "step" else (rows[step - 2][name] + rows[step - 1][name]) / 2
-                assert float(number) == pytest.approx(unit * mean, abs=0.5 if unit == 100 else 0.006)
+            means = [(rows[step - 2][name] + rows[step - 1][name]) / 2 for name in SHOWN]
+            numbers = re.findall(r"(-?\d[.\d]*)(%?)", printed[step - 2])
+            shown = [float(number) / (100 if percent else 1) for number, percent in numbers]
+            assert shown == pytest.approx([step, *means], abs=0.006)
             prompt, answer, reward = re.fullmatch(ANSWER, printed[step - 1]).groups()
             assert (prompt, answer) == (repr(group["prompt"][0]["content"]), repr(texts[0])[:90])
             assert float(reward) == pytest.approx(rewards[0].item(), abs=1e-4)
@@ -657,7 +567,7 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
     done = cli("--model", "tiny", *flags, "--max_steps", 2)
     again = cli("--resume_from_checkpoint", tmp_path / "out", "--max_steps", 3, "--reward_funcs", "accuracy_reward")
     for text, steps in (done.out, 2), (again.out, 1):
-        assert len(re.findall(STEP_LINE, text)) == steps and len(re.findall(ANSWER, text)) == 4 + steps + 4
+        assert text.count(": reward ") == steps and len(re.findall(ANSWER, text)) == 4 + steps + 4
         assert re.search(r"^held-out accuracy_reward: \d\.\d\d -> \d\.\d\d \(greedy, 50 problems\)$", text, re.M)
     assert cold_start.call_count == 1
 
@@ -665,11 +575,9 @@ def test_the_tiny_job_from_end_to_end(tmp_path, monkeypatch):
 def test_any_causal_lm_trains_on_a_file_and_answers_another(data):
     """Weights in bfloat16 become float32, are trained and saved for from_pretrained; its own code is never run. Before
     and after, all problems of the other file are answered greedily."""
-    done = cli(*command(data, dataset=data / "chat.jsonl", eval_dataset=data / "text.jsonl", beta=0.1,
-                        reward_funcs=["rewards.length", "accuracy_reward", "rewards.nothing"]))
+    done = cli(*command(data, dataset=data / "chat.jsonl", eval_dataset=data / "text.jsonl",
+                        reward_funcs=["rewards.length", "accuracy_reward"]))
     assert written_by(done) == data / "out"
-    first, second = lines_of(data / "out")
-    assert (first["step"], second["step"]) == (1, 2) and second["kl"] > 0 and second["rewards/nothing/mean"] is None
     means, config, length = [], grpo.parse_options(command(data))[0], grpo.load_reward_funcs(["rewards.length"])
     for name in data / "models/Llama", data / "out/checkpoint-2":
         model, tokenizer = grpo.load_model(name)
@@ -680,18 +588,13 @@ def test_any_causal_lm_trains_on_a_file_and_answers_another(data):
     assert f": {means[0]:.2f} -> {means[1]:.2f} (greedy, 12 problems)\n" in done.out
 
 
-any_json = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x, max_size=2))
-
-
-@draws(25)
-@given(rows=st.lists(st.tuples(st.text(min_size=1), any_json), min_size=1, max_size=4), ascii=st.booleans(),
-       end=st.sampled_from(["\n", "\r\n"]), mark=st.sampled_from(["", "\ufeff"]), blank=st.booleans())
-def test_any_json_text_survives_load_dataset(tmp_path_factory, rows, ascii, end, mark, blank):
-    """Whatever the text: escaped or UTF-8, LF or CRLF, with or without a byte order mark and blank lines."""
-    rows, path = [{"prompt": prompt, "more": more} for prompt, more in rows], tmp_path_factory.getbasetemp() / "any"
-    text = mark + end * blank + end.join(json.dumps(row, ensure_ascii=ascii) + end * blank for row in rows) + end
-    path.write_bytes(text.encode())
-    assert grpo.load_dataset(path) == rows
+def test_a_dataset_may_have_any_line_breaks_and_a_byte_order_mark(tmp_path):
+    """In its texts, escaped or as UTF-8, and between its rows: LF or CRLF, blank lines."""
+    rows = [{"prompt": "\n\r\x0b\x85\u2028ü", "more": more} for more in (None, [True, ""], 0.5)]
+    for ascii, end, mark in (True, "\n", ""), (False, "\r\n\n", "\ufeff"):
+        lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
+        (tmp_path / "any").write_bytes((mark + end + end.join(lines)).encode())
+        assert grpo.load_dataset(tmp_path / "any") == rows
 
 
 @pytest.mark.parametrize("line", ["{oops", '{"prompt": "1"', '["1"]', '{"solution": "1"}', '{"prompt": "1"}',
@@ -706,26 +609,20 @@ def test_a_broken_line_of_the_data_is_named(line, tmp_path):
 
 @pytest.mark.parametrize("code, options, named", [
     # What would do nothing, or harm, in silence is one line below the usage.
-    (2, dict(learning_rate=-0.01), "learning_rate"), (2, dict(beta=nan), "beta"), (2, dict(max_steps=0), "max_steps"),
-    (2, dict(temperature=0), "temperature"), (2, dict(num_generations=3), "generation_batch_size"),
-    (2, dict(num_gen=4), "--num_gen"), (2, dict(model="tiny"), "--dataset"), (2, dict(dataset=None), "--dataset"),
-    (2, dict(epsilon=0.1, policy_loss="cispo"), "epsilon"), (2, dict(delta=2.0, policy_loss="sapo"), "delta"),
-    (2, dict(epsilon_high=0.3, policy_loss="sapo"), "epsilon_high"), (2, dict(delta=1.1), "delta"),
-    (2, dict(sync_ref_model=True), "sync_ref"), (2, dict(use_bias_correction_kl=True), "use_bias_correction_kl"),
-    # All else is Python's own error, whole: no weights of a head (none are drawn), no file, no function, a NaN, two
-    # functions of one name, which would share a metric, too few positions, a bug in the user's module or function.
-    (1, dict(model="models/judge"), "lm_head.weight"), (1, dict(dataset="absent.jsonl"), "absent.jsonl"),
-    (1, dict(reward_funcs="rewards.absent"), "absent"), (1, dict(reward_weights=[nan, 1]), "reward_weights"),
-    (1, dict(reward_funcs=["accuracy_reward"] * 2), "accuracy_reward"), (1, dict(reward_funcs="rewards.bug"), "mine"),
-    (1, dict(max_completion_length=60), "max_completion_length"), (1, dict(reward_funcs="bug.at_import"), "mine")],
+    (2, dict(learning_rate=-0.01), "learning_rate"), (2, dict(epsilon=nan), "epsilon"), (2, dict(delta=1.1), "delta"),
+    (2, dict(temperature=inf), "temperature"), (2, dict(temperature=0), "temperature"),
+    (2, dict(num_generations=3), "generation_batch_size"), (2, dict(num_gen=4), "--num_gen"),
+    (2, dict(model="tiny"), "--dataset"), (2, dict(dataset=None), "--dataset"),
+    (2, dict(epsilon=0.1, policy_loss="cispo"), "epsilon"), (2, dict(sync_ref_model=True), "sync_ref"),
+    # All else is Python's own error, whole: no weights of a head (none are drawn), a NaN, two functions of one name,
+    # which would share a metric, a function that fails.
+    (1, dict(model="models/judge"), "lm_head.weight"), (1, dict(reward_weights=[nan, 1]), "reward_weights"),
+    (1, dict(reward_funcs="math.sqrt"), "sqrt"), (1, dict(reward_funcs=["accuracy_reward"] * 2), "accuracy_reward")],
     ids=str)
 def test_a_run_that_is_refused_or_fails_before_its_first_step_is_done_makes_nothing(code, options, named, data):
     """The last line names what is wrong."""
-    (data / "bug.py").write_text("raise OSError('mine')")
-    with open(data / "rewards.py", "a") as file:
-        file.write("def bug(**columns): raise OSError('mine')")
     before, refused = tree(data), cli(*command(data, **options))
-    above, line = refused.err.splitlines()[:-1], refused.err.splitlines()[-1]
+    *above, line = refused.err.splitlines()
     assert refused.code == code and named in line
     assert "Traceback" in refused.err if code == 1 else len(above) == 1 and refused.out == ""
     assert tree(data) == before
@@ -734,7 +631,6 @@ def test_a_run_that_is_refused_or_fails_before_its_first_step_is_done_makes_noth
 def test_full_determinism_asks_torch_for_it(data, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     with mock.patch.object(torch, "use_deterministic_algorithms") as asked:
-        assert cli(*command(data, max_steps=1)).code == 0 and not asked.called
         assert cli(*command(data, max_steps=1, full_determinism=True)).code == 0
     asked.assert_called_once_with(True, warn_only=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

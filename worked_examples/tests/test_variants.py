@@ -1,15 +1,12 @@
 """The specification of variants.py, in the words of test_grpo.py."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 from test_grpo import (Difference, any_distribution, any_groups, any_logp, any_number, any_reward, answers, beyond,
                        columns, expect, expect_nothing_of_the_padding, f64, grid, remember_what_is_asked, slope,
@@ -116,12 +113,6 @@ def test_truncated_importance_ratio_matches_the_oracle_and_is_a_constant(options
     expect(variants.truncated_importance_ratio(old, sampled, **options), want)
     expect(slope(lambda x: variants.truncated_importance_ratio(x, sampled, **options), old), 0.0)
     expect(slope(lambda x: variants.truncated_importance_ratio(old, x, **options), sampled), 0.0)
-
-
-@beyond("empty")
-def test_top_entropy_mask_without_a_token_is_empty():
-    """Of answers that are all left out none is kept"""
-    expect(variants.top_entropy_mask(f64([[1.0]]), torch.zeros(1, 1), 0.5), [[0.0]])
 
 
 MASKED = [
