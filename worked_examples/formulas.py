@@ -22,12 +22,6 @@ def group_advantages(rewards, num_generations, *, eps=1e-4):
     return ((r - mean) / (std + eps)).view(-1)
 
 
-def leave_one_out_advantages(rewards, num_generations):
-    """RLOO: each reward minus the mean of the others in its group. (B,)"""
-    r = rewards.view(-1, num_generations)
-    return (r - (r.sum(1, keepdim=True) - r) / (num_generations - 1)).view(-1)
-
-
 def broadcast_advantages(advantages, completion_mask):
     """Each token has the advantage of its answer. (B, T)"""
     return advantages.unsqueeze(1) * completion_mask

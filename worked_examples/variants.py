@@ -5,12 +5,8 @@ grpo.py through train(..., compute_advantages=f), where f(rewards, rollout, conf
 weight w >= 0 of a token multiplies the token's advantage, because w·l(ρ, A) = l(ρ, w·A) for each l of grpo.py.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo
 
 
@@ -101,8 +97,7 @@ def top_entropy_mask(entropies, completion_mask, quantile):
     assert entropies.shape == completion_mask.shape, (
         f"entropies: got {entropies.shape}; allowed is {completion_mask.shape}")
     mask = completion_mask != 0
-    real = entropies[mask].double()                                     # (N,)
-    threshold = real.quantile(1 - quantile) if len(real) else 0.0
+    threshold = entropies[mask].double().quantile(1 - quantile)
     return mask & (entropies >= threshold)
 
 

@@ -33,6 +33,13 @@ OPTIONS += ["-m", "not beyond and not errors"]
 MISSING = inspect.Parameter.empty
 
 
+def python_file(path):
+    """The path itself, if it is one of Python code: else, as with a notebook, the program ends in a sentence."""
+    if not path.endswith(".py"):
+        sys.exit(f"got {path}; allowed is a file of Python code, NAME.py")
+    return path
+
+
 def load(path):
     """The file as a module; for `import grpo` it gets grpo.py itself, and it may import its neighbours."""
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -150,8 +157,7 @@ class Laws:
             outcomes, broken, words = self.outcomes[name], self.broken[name], self.words[name]
             why = sorted(set(outcomes) - {"same"})
             waits = [reason for reason in why if reason.startswith("waits")]
-            missing = [reason[len("no argument "):] for reason in why if reason.startswith("no argument ")]
-            notes = self.notes[name] + [f"no argument {', '.join(missing)}"] * bool(missing)
+            notes = self.notes[name] + [reason for reason in why if reason.startswith("no argument")]
             for option in sorted({option for option, word in words if not words[option, word]}):
                 asked = sorted(word for other, word in words if other == option and word and words[other, word])
                 notes.append(f"{option} asked: {', '.join(asked) or 'no'}")
@@ -174,6 +180,4 @@ def main(path, *options):
 if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit(__doc__)
-    if not Path(sys.argv[1]).is_file() or Path(sys.argv[1]).suffix != ".py":
-        sys.exit(f"check.py: error: got {sys.argv[1]}; allowed is a file of Python code, NAME.py")
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(python_file(sys.argv[1]), *sys.argv[2:]))

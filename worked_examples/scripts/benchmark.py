@@ -1,12 +1,12 @@
 """How long does a step take, in grpo.py and in TRL?
 
-    python worked_examples/scripts/benchmark.py                    the tiny task
-    python worked_examples/scripts/benchmark.py --trl              TRL beside it (pip install trl==1.16.0)
-    python worked_examples/scripts/benchmark.py --long --trl       a random Llama: 64 answers of up to 256 tokens
+    python worked_examples/scripts/benchmark.py              the tiny task
+    python worked_examples/scripts/benchmark.py --trl        TRL beside it (pip install trl==1.16.0)
+    python worked_examples/scripts/benchmark.py --long       a random Llama: 64 answers of up to 256 tokens
 
-The flags are grpo.py's, so that --model and --dataset may be yours. A figure is the median over the steps, and the
-range. A step is the time from reward to reward: the first sampling, which warms up, does not count. On CPU the seconds
-are those of one thread.
+The flags are grpo.py's, so that --model and --dataset may be yours. It prints the median of the steps' seconds, their
+range, and on a GPU the peak of its memory. A step is the time from reward to reward: the first sampling, which warms
+up, does not count. On CPU the seconds are those of one thread.
 """
 
 import copy
@@ -23,13 +23,7 @@ import transformers
 
 import grpo
 
-ON_GPU = torch.cuda.is_available()
-
-
-def now():
-    if ON_GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter() if ON_GPU else time.process_time()
+now = time.perf_counter if torch.cuda.is_available() else time.process_time
 
 
 def run_trl(*job):
@@ -41,20 +35,17 @@ def run_trl(*job):
 
 
 def measure(name, run, model, tokenizer, problems, reward_funcs, config):
-    times, tokens = [], []
+    times = []
 
-    def clock(completion_ids, **kwargs):                                # a reward of 0: called once in each step
+    def clock(completions, **kwargs):                                   # a reward of 0: called once in each step
         times.append(now())
-        tokens.append(sum(map(len, completion_ids)))
-        return [0.0] * len(completion_ids)
+        return [0.0] * len(completions)
 
     run(copy.deepcopy(model), tokenizer, problems, [*reward_funcs, clock], config)
     seconds = [end - start for start, end in itertools.pairwise(times)]
-    speeds = [sampled / length for sampled, length in zip(tokens[1:], seconds)]
-    for what, values in ("a step (s)", seconds), ("sampled tokens a second", speeds):
-        print(f"{name:8} {what:24} {statistics.median(values):10.4g}   ({min(values):.4g} ... {max(values):.4g})")
-    if ON_GPU:
-        print(f"{name:8} peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    print(f"{name:8}{statistics.median(seconds):8.4g} s a step   ({min(seconds):.4g} ... {max(seconds):.4g})")
+    if torch.cuda.is_available():
+        print(f"{name:8}{torch.cuda.max_memory_allocated() / 2**30:8.4g} GiB at most")
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -73,12 +64,12 @@ def number_of_tokens(completion_ids, **kwargs):
 
 LONG = "--max_completion_length 256 --generation_batch_size 64 --per_device_train_batch_size 8 --num_iterations 2".split()
 
+
 if __name__ == "__main__":
-    transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     is_long, flags = "--long" in sys.argv, [word for word in sys.argv[1:] if word not in ("--trl", "--long")]
     config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *LONG * is_long, *flags])
-    *job, _ = (*long_job(), None) if is_long else grpo.load_job(config, options)
+    job = long_job() if is_long else grpo.load_job(config, options)[:4]
     measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
     if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)

@@ -11,14 +11,11 @@ counted: 0.333333 with 1/3, too, but not 5.0000001 with the whole number 5.
 
 import math
 import re
-import sys
-from pathlib import Path
 
 import math_verify
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
 
 FORMULA = r"(?:\\boxed\{.*\}|\$\$[^$]+\$\$|\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\))"

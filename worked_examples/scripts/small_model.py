@@ -1,7 +1,7 @@
 """A small transformer and a tokenizer for a task of your own, from a file of prompts and solutions.
 
     python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--imitate COLUMN]
-                                                  [--enough SHARE] [--steps M] [--seed S]
+                                                  [--steps M] [--seed S]
 
 Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 130,000
 weights and a tokenizer of the files' characters. GRPO learns from right answers that the model samples, and random
@@ -46,7 +46,7 @@ def make_model(tokenizer, positions, seed):
         bos_token_id=None, eos_token_id=0, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
-def imitate(model, tokenizer, problems, answers, enough, steps, config):
+def imitate(model, tokenizer, problems, answers, steps, config):
     """Supervised learning from these answers. Returns the number of its steps, and the last sample with its rewards."""
     rng = numpy.random.default_rng([config.seed, 2])
     prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in problems], "cpu")
@@ -58,7 +58,7 @@ def imitate(model, tokenizer, problems, answers, enough, steps, config):
             examples = grpo.sample_batch(problems, config, draw)
             rollout = grpo.sample_rollout(model, tokenizer, examples, config, draw)
             rewards = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
-            if sum(rewards) >= enough * len(rewards) or step == steps:
+            if sum(rewards) >= len(rewards) / 2 or step == steps:
                 return step, rollout, rewards
         rows = torch.tensor(rng.choice(len(problems), 64))
         real = answers["attention_mask"][rows]
@@ -68,7 +68,7 @@ def imitate(model, tokenizer, problems, answers, enough, steps, config):
         optimizer.step()
 
 
-def make(task, folder, eval_dataset, column, enough, steps, seed):
+def make(task, folder, eval_dataset, column, steps, seed):
     """Fill a new folder; print what was made, and the command that trains it."""
     problems, held_out = grpo.load_dataset(task), grpo.load_dataset(eval_dataset) if eval_dataset else []
     answers = [str(problem[column]) for problem in problems]
@@ -79,16 +79,15 @@ def make(task, folder, eval_dataset, column, enough, steps, seed):
     config = grpo.GRPOConfig(seed=seed, max_completion_length=length, num_generations=2, generation_batch_size=200)
     positions = max(map(len, prompts)) + max(length, grpo.GRPOConfig.max_completion_length)   # grpo.py's default fits
     model = make_model(tokenizer, positions, seed)
-    taken, rollout, rewards = imitate(model, tokenizer, problems, answers, enough, steps, config)
+    taken, rollout, rewards = imitate(model, tokenizer, problems, answers, steps, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     commonest, times = collections.Counter(solutions[:len(problems)]).most_common(1)[0]
     print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; the commonest solution, "
           f"{commonest!r:.60}, is that of {times / len(problems):.0%} of the problems")
-    right, wanted = sum(rewards), enough * len(rewards)
-    print(f"{taken} steps of imitation: of {len(rewards)} sampled answers {right:.0f} are right"
-          + f", not {wanted:.0f}" * (right < wanted) + ": GRPO has nothing to learn from" * (right == 0)
-          + f"; --steps {4 * steps} tries longer" * (right < wanted and steps > 0))
+    right, wanted = int(sum(rewards)), len(rewards) // 2
+    print(f"{taken} steps of imitation: of {len(rewards)} sampled answers {right} are right"
+          + f", not {wanted}" * (right < wanted) + ": GRPO has nothing to learn from" * (right == 0))
     for i in 0, 2, 4:                                                           # the first answers to three problems
         print(grpo.one_line(rollout, i, rewards[i]))
     print("to train it:")
@@ -103,7 +102,6 @@ def main(argv=None):
     for name in "task", "folder", "--eval_dataset":
         parser.add_argument(name)
     parser.add_argument("--imitate", default="solution", dest="column")
-    parser.add_argument("--enough", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args(argv)

