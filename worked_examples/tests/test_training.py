@@ -149,18 +149,19 @@ def test_a_prompt_that_is_at_its_end_is_refused():
 
 
 def test_a_reward_sees_the_text_that_the_model_wrote():
-    """Special tokens stay, EOS and padding do not; an answer begins with the <think> that its prompt, or the chat
-    template, ends in."""
+    """Special tokens stay, and a space before a comma; EOS and padding do not. An answer begins with the <think> that
+    its prompt, or the chat template, ends in."""
     tokenizer, config = chat_tokenizer(), grpo.GRPOConfig(**SMALL)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.add_tokens([" "])                                                             # 17
     tokenizer.chat_template = tokenizer.chat_template.replace("'='", "'=<think>'")
-    ids = torch.tensor([[4, 3, 0, 5, 1], [4, 3, 5, 1, 0]])              # a <pad> that was sampled, and padding
+    ids = torch.tensor([[4, 3, 0, 5, 1], [4, 17, 16, 1, 0]])            # a <pad> that was sampled, and padding
     sampled = ids, grpo.make_completion_mask(ids, 1), torch.zeros(2, 5)
     with mock.patch.object(grpo, "generate", return_value=sampled):
         of_texts = grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": "1+<think>"}, {"prompt": "1+2="}], config)
         of_chats = grpo.sample_rollout(LLAMA, tokenizer, [{"prompt": question("1+2")}] * 2, config)
-    assert of_texts.completions == ["<think>0</think><pad>1", "0</think>1"]
-    assert [message["content"] for message, in of_chats.completions] == ["<think>0</think><pad>1", "<think>0</think>1"]
+    assert of_texts.completions == ["<think>0</think><pad>1", "0 ,"]
+    assert [message["content"] for message, in of_chats.completions] == ["<think>0</think><pad>1", "<think>0 ,"]
 
 
 @pytest.mark.parametrize("behind, ends", [
