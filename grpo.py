@@ -1075,7 +1075,7 @@ def parse_options(argv):
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
     from transformers.utils import logging
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()                              # they warn of defaults that are meant
     logging.disable_progress_bar()
     if config.full_determinism:                                # before CUDA starts
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -1093,7 +1093,7 @@ def load_job(config, options):
     print(f"{model}: {len(dataset)} problems; the first, as the model reads it: "
           f"{tokenizer.decode(prompt_ids[0])!r:.999}", flush=True)
     if policy.num_parameters() < 10**6:
-        torch.set_num_threads(1)                               # more would wait for each other
+        torch.set_num_threads(1)                               # more hardly pay, with other digits
     if model == "tiny":
         cold_start(policy, tokenizer, dataset, config.seed)
     return policy, tokenizer, dataset, reward_funcs, held_out

@@ -108,7 +108,7 @@ def main(argv=None):
     if os.path.exists(options.folder):
         parser.error(f"{options.folder} is there already: name another folder, or delete it")
     logging.disable_progress_bar()
-    torch.set_num_threads(1)                                            # several would wait for each other
+    torch.set_num_threads(1)                                            # more hardly pay, with other digits
     make(**vars(options))
 
 
