@@ -1075,7 +1075,7 @@ def parse_options(argv):
 def load_job(config, options):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
     from transformers.utils import logging
-    logging.set_verbosity_error()                              # they warn of defaults that are meant
+    logging.set_verbosity_error()                              # of defaults that are meant
     logging.disable_progress_bar()
     if config.full_determinism:                                # before CUDA starts
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
