@@ -26,32 +26,31 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     ε_low, ε_high  epsilon_low, _high              clip range 1 - ε_low ... 1 + ε_high
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
-The paper maximises J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
+The paper maximizes J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
 on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With β > 0, TRL since 1.10
 multiplies the KL by ρ (use_bias_correction_kl). The paper's loss: --loss_type grpo --beta 0.04.
 
 The Args of a docstring leave out what the table explains. A mask may be bool, integer or float.
-Where it is 0, what importance_ratio, aggregate and grpo_loss are given, even NaN, reaches neither
-the result nor its gradient; a model's NaN logits there do reach its weights' gradient. An error
-names the argument, what came and what is allowed: for most shapes that would be wrong in silence,
-and unknown words. Top-k and top-p sampling are left out: they change the log-probs.
+Padding is where it is 0. No value there, not even NaN, changes the result or the gradient of
+importance_ratio, aggregate and grpo_loss; a NaN in a model's logits does reach its weights. A shape
+or a word that would be wrong in silence is an error, which names the argument, what came and what
+is allowed; python -O switches these checks off. Top-k and top-p sampling are left out, because they
+change the log-probs.
 """
 
 import copy
+import importlib
 import json
 import math
 import os
-import pkgutil
-import re
 import shlex
-import shutil
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy
 import torch
@@ -64,17 +63,16 @@ def combine_rewards(rewards_per_func, reward_weights=None):
     """Add up the rewards of all functions: r_i = Σ_f w_f·r_{i,f}, over those that did not abstain.
 
     Args: rewards_per_func (B, F), NaN where a function abstained; reward_weights (F,), None: all 1.
-    Source: TRL's GRPOTrainer. Returns: (B,); an error names the rows in which all abstained.
+    Source: TRL's GRPOTrainer. Returns: (B,), NaN where all functions abstained.
     """
-    unscored = rewards_per_func.isnan().all(1).nonzero()[:, 0].tolist()
-    assert not unscored, f"rewards_per_func: got none in rows {unscored}; allowed is one or more"
+    unscored = rewards_per_func.isnan().all(1)                                  # (B,)
     rewards = rewards_per_func * 1.0                           # (B, F); integers become floats
     if reward_weights is not None:
         weights = torch.as_tensor(reward_weights, dtype=rewards.dtype, device=rewards.device)
         assert weights.shape == rewards.shape[1:] and weights.isfinite().all(), (
             f"reward_weights: got {weights}; allowed is (F,), finite")
         rewards = rewards * weights
-    return rewards.nansum(1)                                                    # (B,)
+    return rewards.nansum(1).masked_fill(unscored, torch.nan)                   # (B,)
 
 
 # §2 Group statistics and advantages ---------------------------------------------------------------
@@ -83,17 +81,21 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of the rewards of each group.
 
     mean = 1/G·Σ r_i,  std = √(Σ (r_i - mean)² / (G - correction)).
-    correction (below num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
+    NaN is no reward: its answer is in neither sum, nor in G. correction (below num_generations):
+    1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
     Returns: (P,), (P,); for a silent group (equal rewards) exactly that reward and 0.
     """
     assert rewards.dim() == 1, f"rewards: got {tuple(rewards.shape)}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed: > {correction}, divides {len(rewards)}")
     groups = (rewards * 1.0).reshape(-1, num_generations)      # (P, G); integers become floats
-    silent = groups.amax(1) == groups.amin(1)                  # float32: mean(8 × 0.1) is not 0.1
-    mean = torch.where(silent, groups[:, 0], groups.mean(1))                    # (P,)
-    std = torch.where(silent, 0, groups.std(1, correction=correction))          # (P,)
-    return mean, std
+    absent = groups.isnan()                                                     # (P, G)
+    best = groups.masked_fill(absent, -torch.inf).amax(1, keepdim=True)         # (P, 1)
+    mean = best + (groups - best).nanmean(1, keepdim=True)     # groups.mean() of 8 × 0.1 is not 0.1
+    squares = (groups - mean).square().nansum(1)                                # (P,)
+    count = (~absent).sum(1)                                                    # (P,)
+    std = (squares / (count - correction).clamp(min=1)).sqrt()                  # (P,)
+    return mean.squeeze(1), std
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", correction=1, eps=1e-4):
@@ -103,21 +105,23 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     "batch": the same mean, and the std of the whole batch.
     "none":  A_i = r_i - mean, because 1 / std inflates groups that are nearly all right or wrong.
     Source: DeepSeekMath §4.1.2, without eps (TRL 1e-4, verl 1e-6); "none": Dr. GRPO
-    (arXiv:2503.20783) §3.1. Args: as in group_stats. Returns: (B,), exactly 0 in a silent group.
+    (arXiv:2503.20783) §3.1. Args: as in group_stats.
+    Returns: (B,), exactly 0 in a silent group and for a reward of NaN.
     """
     dtype = torch.result_type(rewards, 1.0)                    # integers become floats
     rewards = rewards.to(torch.promote_types(dtype, torch.float32))    # bfloat16 rounds the mean
     mean, std = group_stats(rewards, num_generations, correction=correction)    # (P,), (P,)
-    centred = rewards - mean.repeat_interleave(num_generations)                 # (B,)
+    centered = rewards - mean.repeat_interleave(num_generations)                 # (B,)
     if scale_rewards == "group":
         scale = std.repeat_interleave(num_generations) + eps                    # (B,)
     elif scale_rewards == "batch":
-        scale = group_stats(rewards, len(rewards), correction=correction)[1] + eps      # (1,)
+        _, std_of_all = group_stats(rewards, len(rewards), correction=correction)       # (1,)
+        scale = std_of_all + eps
     elif scale_rewards == "none":
         scale = 1.0
     else:
         raise ValueError(f"scale_rewards: got {scale_rewards!r}; allowed: 'group', 'batch', 'none'")
-    advantages = torch.where(centred == 0, 0, centred / scale)         # not 0/0 at eps = 0
+    advantages = (centered / scale).masked_fill((centered == 0) | centered.isnan(), 0)     # not 0/0
     return advantages.to(dtype)
 
 
@@ -142,7 +146,8 @@ def make_completion_mask(completion_ids, eos_token_ids):
     """
     eos = torch.as_tensor(eos_token_ids, device=completion_ids.device)
     is_eos = torch.isin(completion_ids, eos).long()                             # (B, T)
-    return (is_eos.cumsum(1) - is_eos == 0).long()
+    eos_before = is_eos.cumsum(1) - is_eos                                      # (B, T)
+    return (eos_before == 0).long()
 
 
 def selective_log_softmax(logits, index):
@@ -186,11 +191,11 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     logits = output.logits[:, -1 - completion_ids.size(1):-1]  # (B, T, V): t - 1 predicts token t
     logps, entropies = [], []
     # 16 positions at a time, so that float32 copies are small; with gradient, log-softmax is kept.
-    for some, index in zip(logits.split(16, 1), ids[:, prompt_ids.size(1):].split(16, 1)):
-        some = some.to(torch.promote_types(some.dtype, torch.float32)) / temperature
-        logps.append(selective_log_softmax(some, index))                        # (B, 16)
+    for chunk, index in zip(logits.split(16, 1), ids[:, prompt_ids.size(1):].split(16, 1)):
+        chunk = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
+        logps.append(selective_log_softmax(chunk, index))                       # (B, 16)
         if compute_entropy:
-            entropies.append(entropy_from_logits(some.detach()))                # (B, 16)
+            entropies.append(entropy_from_logits(chunk.detach()))               # (B, 16)
     logps = torch.cat(logps, 1).masked_fill(padding, 0)                         # (B, T)
     if not compute_entropy:
         return logps, None
@@ -423,13 +428,8 @@ def process_advantages(step_rewards, step_ends, completion_mask, num_generations
     outside = (step_ends < 0) | (step_ends >= T)                                # (B, S)
     assert step_rewards[outside].isnan().all(), (
         f"step_ends: got {step_ends.tolist()}; allowed is 0 ... {T - 1}")
-    groups = (step_rewards * 1.0).reshape(-1, num_generations * S)              # (P, G·S)
-    z = torch.zeros_like(groups)
-    for i, group in enumerate(groups):
-        real = ~group.isnan()                                                   # (G·S,)
-        steps = group[real]                                                     # (n,)
-        if len(steps) > correction:                            # else there is nothing to compare
-            z[i][real] = group_advantages(steps, len(steps), correction=correction, eps=eps)
+    z = group_advantages(                                      # (B·S,), 0 where there is no step
+        step_rewards.reshape(-1), num_generations * S, correction=correction, eps=eps)
     credited = step_ends.unsqueeze(2) >= torch.arange(T, device=step_ends.device)       # (B, S, T)
     advantages = (z.reshape(B, S, 1) * credited).sum(1)                         # (B, T)
     return advantages.masked_fill(completion_mask == 0, 0)
@@ -444,10 +444,27 @@ def text_of(completion):
 
 
 def final_answer(text):
-    r"""What follows the last </think>; if that has a \boxed{}, the last one's content."""
+    r"""What follows the last </think>; if it has a \boxed{...}, the content of the last one."""
     answer = text.rpartition("</think>")[2]
-    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer)          # \frac{1}{2}, too
-    return (boxes or [answer])[-1].strip()
+    _, box, inside = answer.rpartition(r"\boxed{")
+    depth = 1                                                  # braces that are open
+    for i, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if box and depth == 0:
+            return inside[:i].strip()
+    return answer.strip()                                      # no box, or its end was cut off
+
+
+def solution_text(solution):
+    """A solution as the text that answers are compared with, "" if there is none.
+
+    If one row of a column has a gap, pandas writes it as NaN, and 72 in the other rows as 72.0.
+    """
+    if solution is None or solution != solution:
+        return ""
+    if isinstance(solution, float):
+        return numpy.format_float_positional(solution, trim="-")           # 72; 0.00005, not 5e-05
+    return str(solution) if isinstance(solution, int) else final_answer(solution)
 
 
 def accuracy_reward(completions, solution, **kwargs):
@@ -456,15 +473,9 @@ def accuracy_reward(completions, solution, **kwargs):
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. Texts are compared; numbers, formulas:
     worked_examples/scripts/math_reward.py.
     """
-    rewards = []
-    for completion, text in zip(completions, solution, strict=True):
-        is_missing = text is None or text != text              # NaN: how pandas writes a gap
-        if isinstance(text, int | float):
-            text = str(text).removesuffix(".0")                # 72.0: how it writes 72 beside a gap
-        wanted = "" if is_missing else final_answer(text)
-        is_right = final_answer(text_of(completion)) == wanted
-        rewards.append(float(is_right) if wanted else None)
-    return rewards
+    answers = [final_answer(text_of(completion)) for completion in completions]
+    wanted = [solution_text(text) for text in solution]
+    return [float(a == w) if w else None for a, w in zip(answers, wanted, strict=True)]
 
 
 def think_format_reward(completions, **kwargs):
@@ -532,17 +543,14 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     from transformers import DynamicCache, StaticCache
     assert prompt_mask[:, -1].all(), "prompt_mask: got padding at the end; allowed is left-padded"
     (P, L), T_max = prompt_ids.shape, max_completion_length
-    room = getattr(model.config, "max_position_embeddings", math.inf)
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":                    # beyond it, frequencies are others
-        room = rope["original_max_position_embeddings"]
-    assert L + T_max <= room, f"max_completion_length: got {T_max}; allowed is up to {room - L}"
+    room = getattr(model.config, "max_position_embeddings", math.inf) - L
+    assert T_max <= room, f"max_completion_length: got {T_max}; allowed is up to {room}"
     eos = torch.as_tensor(eos_token_ids, device=prompt_ids.device)
     mask = pad((prompt_mask != 0).long(), (0, T_max), value=1)                  # (P, L+T_max)
     positions = mask.cumsum(1) - mask                          # how many real tokens come before
-    live = torch.arange(P * num_generations, device=mask.device)        # (B,), the rows in the loop
-    ended = torch.zeros_like(live, dtype=torch.bool)                            # (B,)
-    completion_ids = mask.new_full((len(live), T_max), pad_token_id)            # (B, T_max)
+    active = torch.arange(P * num_generations, device=mask.device)      # (B,), the rows in the loop
+    ended = torch.zeros_like(active, dtype=torch.bool)                            # (B,)
+    completion_ids = mask.new_full((len(active), T_max), pad_token_id)            # (B, T_max)
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
     # On a GPU the step is recorded, and a record has fixed shapes: the cache has its final width
@@ -560,19 +568,19 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
     with torch.no_grad():
         logits = next_logits(prompt_ids * mask[:, :L], positions[:, :L])            # (P, V)
-        prompt_of = live // num_generations                                     # (B,)
+        prompt_of = active // num_generations                                     # (B,)
         cache.reorder_cache(prompt_of)                         # picks rows, so it also repeats
         logits, mask, positions = logits[prompt_of], mask[prompt_of], positions[prompt_of]
         for t in range(T_max):
-            token = choose_tokens(logits, None if uniforms is None else uniforms[live, t])
-            completion_ids[live, t] = token
-            logps[live, t] = selective_log_softmax(logits, token)
+            token = choose_tokens(logits, None if uniforms is None else uniforms[active, t])
+            completion_ids[active, t] = token
+            logps[active, t] = selective_log_softmax(logits, token)
             ended = ended | torch.isin(token, eos)                              # (rows,)
             if ended.all() or t + 1 == T_max:
                 break
             if ended.any() and not is_recorded:                # ended rows leave the loop
                 stay = (~ended).nonzero()[:, 0]
-                live, mask, positions = live[stay], mask[stay], positions[stay]
+                active, mask, positions = active[stay], mask[stay], positions[stay]
                 token, ended = token[stay], ended[stay]
                 cache.reorder_cache(stay)
             step = token.unsqueeze(1), positions[:, L + t, None]                # (rows, 1) each
@@ -590,8 +598,6 @@ def encode_prompts(tokenizer, prompts, device):
     """Tokenize strings, or messages by the chat template: ids, mask (P, L), padded on the left."""
     is_text = isinstance(prompts[0], str)
     if not is_text:
-        assert all(prompt[-1]["role"] != "assistant" for prompt in prompts), (
-            "prompt: its last message is the assistant's; allowed is another's")
         prompts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt",
                        add_special_tokens=is_text).to(device)
@@ -599,42 +605,28 @@ def encode_prompts(tokenizer, prompts, device):
 
 
 def ends_of_an_answer(policy, tokenizer):
-    """The EOS ids, and the special token with which the chat template ends a turn, if it has one.
+    """The EOS ids, and the added token with which the chat template ends a turn, if it has one.
 
     A base model's EOS is often another token: in a chat its answers would run to the limit.
     """
-    ids = {tokenizer.eos_token_id, *numpy.atleast_1d(policy.generation_config.eos_token_id)}
+    added = tokenizer.added_tokens_decoder                     # id -> token
+    of_config = set(numpy.atleast_1d(policy.generation_config.eos_token_id))
+    ends = of_config & added.keys()                            # a config's default may be a letter
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "7"}]
-        behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("7")[2]
-        ids |= {token for token, added in tokenizer.added_tokens_decoder.items()
-                if added.special and behind.startswith(added.content)}
-    return list(ids - {None})
-
-
-class Rollout(NamedTuple):
-    """The examples of a step, each G times, and a completion for each: B rows."""
-    examples: list                      # B dicts of the dataset
-    completions: list                   # B strings, or B lists of messages
-    prompt_ids: torch.Tensor            # (B, L), left-padded
-    prompt_mask: torch.Tensor           # (B, L)
-    completion_ids: torch.Tensor        # (B, T), right-padded
-    completion_mask: torch.Tensor       # (B, T)
-    sampler_logps: torch.Tensor         # (B, T), the sampler's record: log π_old up to rounding
-    terminated: torch.Tensor            # (B,), whether the completion ends in an EOS
-    rewards_per_func: torch.Tensor = None       # (B, F), added by train
-    advantages: torch.Tensor = None             # (B, T), added by train
+        behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("7")[2].lstrip()
+        ends |= {token_id for token_id, token in added.items() if behind.startswith(token.content)}
+    return list(ends | {tokenizer.eos_token_id} - {None})
 
 
 def sample_rollout(policy, tokenizer, examples, config, rng=None):
-    """Algorithm 1, line 7: sample G answers to each prompt; without rng one, greedily."""
+    """Algorithm 1, line 7: sample G answers to each prompt, B rows; without rng one, greedily."""
     G = config.num_generations if rng else 1
     shape = len(examples) * G, config.max_completion_length
     uniforms = torch.tensor(rng.random(shape), device=policy.device) if rng else None
     prompts = [example["prompt"] for example in examples]
     prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, policy.device)         # (P, L)
     eos = torch.tensor(ends_of_an_answer(policy, tokenizer), device=policy.device)
-    assert not torch.isin(prompt_ids[:, -1], eos).any(), "prompt: its tokenizer or template ends it"
     policy.eval()                                              # dropout would change π in each pass
     sampler = copy.deepcopy(policy) if config.bf16 else policy
     if config.bf16:
@@ -647,17 +639,22 @@ def sample_rollout(policy, tokenizer, examples, config, rng=None):
     # The text is every sampled token but the EOS: a <pad> or a special <think>, too.
     is_eos = torch.isin(completion_ids, eos)                                    # (B, T)
     is_text = (completion_mask != 0) & ~is_eos                                  # (B, T)
-    texts = tokenizer.batch_decode([ids[keep] for ids, keep in zip(completion_ids, is_text)],
-                                   clean_up_tokenization_spaces=False)
+    answers = [ids[kept] for ids, kept in zip(completion_ids, is_text)]
+    texts = tokenizer.batch_decode(answers, clean_up_tokenization_spaces=False)
     # Where a prompt, or its chat template, ends in <think>, the answer begins with it.
     opened = [text.rstrip().endswith("<think>") for text in tokenizer.batch_decode(prompt_ids)]
     completions = [("<think>" if opened[i // G] else "") + text for i, text in enumerate(texts)]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return Rollout(
-        [copy.deepcopy(example) for example in examples for _ in range(G)], completions,
-        prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0),
-        completion_ids, completion_mask, sampler_logps, terminated=is_eos.any(1))
+    return SimpleNamespace(
+        examples=[copy.deepcopy(example) for example in examples for _ in range(G)],
+        completions=completions,                               # B strings, or B lists of messages
+        prompt_ids=prompt_ids.repeat_interleave(G, 0),                          # (B, L)
+        prompt_mask=prompt_mask.repeat_interleave(G, 0),                        # (B, L)
+        completion_ids=completion_ids,                                          # (B, T)
+        completion_mask=completion_mask,                                        # (B, T)
+        sampler_logps=sampler_logps,                           # (B, T), log π_old up to rounding
+        terminated=is_eos.any(1))                              # (B,), False where it was cut off
 
 
 def one_line(rollout, i, reward):
@@ -667,55 +664,57 @@ def one_line(rollout, i, reward):
     return f"  {prompt[-30:]!r} -> {answer!r:.90}{end}   reward {reward:g}"
 
 
-def evaluate(policy, tokenizer, dataset, reward_funcs, config):
-    """Answer all prompts greedily, show up to four; return the first reward function's mean."""
-    rewards = []
+def evaluate(policy, tokenizer, dataset, reward_funcs, config, *, shown=0):
+    """Answer all prompts greedily, show the first ones; return the mean of each reward function."""
+    rewards_per_func = []
     for start in range(0, len(dataset), config.generation_batch_size):
         examples = dataset[start:start + config.generation_batch_size]
         rollout = sample_rollout(policy, tokenizer, examples, config)
-        rewards += compute_rewards(reward_funcs[:1], rollout)[:, 0].tolist()
-        if start == 0:
-            for i, reward in enumerate(rewards[:4]):
-                print(one_line(rollout, i, reward))
-    return numpy.nanmean(rewards)
+        rewards_per_func.append(compute_rewards(reward_funcs, rollout))         # (rows, F)
+        rewards = combine_rewards(rewards_per_func[-1], config.reward_weights)  # (rows,)
+        for i in range(start, min(shown, len(examples))):
+            tqdm.write(one_line(rollout, i, rewards[i].item()))
+    means = torch.cat(rewards_per_func).nanmean(0).tolist()                     # (F,)
+    return {function.__name__: mean for function, mean in zip(reward_funcs, means)}
 
 
 # §10 Training: Algorithm 1 of the paper -----------------------------------------------------------
 
-def option(default, text):
+def flag(default, text):
     return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class GRPOConfig:
     """Mostly TRL's names. In TRL max_steps counts updates; cispo, sapo are kinds of loss_type."""
-    learning_rate: float = option(1e-6, "AdamW's step size; it falls linearly, to 0 at max_steps")
-    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this norm; 0: never")
-    max_steps: int = option(100, "steps in all; each learns from one new batch")
-    num_generations: int = option(8, "G, completions for each prompt: 2 or more")
-    generation_batch_size: int = option(64, "B, completions of a step: a multiple of G")
-    num_iterations: int = option(1, "mu, passes over each batch, 1 or more")
-    num_mini_batches: int = option(1, "parts of a pass, random, one update each: 1 to B")
-    per_device_train_batch_size: int = option(8, "rows scored at once: memory, not maths")
-    max_completion_length: int = option(512, "T_max, the longest completion in tokens")
-    temperature: float = option(1.0, "of sampling and of scoring, above 0")
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = option("dapo", "the denominators of the loss")
-    policy_loss: Literal["clip", "cispo", "sapo"] = option("clip", "the policy term")
-    importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    epsilon: float = option(0.2, "with clip: range below 1; also above, if epsilon_high is None")
-    epsilon_high: float | None = option(None, "clip: range above 1; cispo: cap of the ratio (5)")
-    delta: float | None = option(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
-    beta: float = option(0.0, "weight of the KL term; 0: no reference model")
-    use_bias_correction_kl: bool = option(False, "with beta > 0: the KL estimate times the ratio")
-    scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std divides r - mean")
-    reward_weights: list[float] | None = option(None, "a number for each reward function (1)")
-    mask_truncated_completions: bool = option(False, "no loss on answers without an EOS")
-    sync_ref_model: bool = option(False, "with beta > 0: refresh the reference every M steps")
-    ref_model_sync_steps: int = option(512, "M, steps of an outer iteration")
-    seed: int = option(42, "of all that is drawn, and of the tiny model")
-    bf16: bool = option(False, "bfloat16: autocast trains, a bfloat16 copy of the weights samples")
-    full_determinism: bool = option(False, "on a GPU: deterministic kernels, a third slower")
-    save_steps: int = option(10, "steps between checkpoints; only the last is kept")
+    learning_rate: float = flag(1e-6, "AdamW's step size; it falls linearly, to 0 at max_steps")
+    max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm; 0: never")
+    max_steps: int = flag(100, "steps in all; each learns from one new batch")
+    num_generations: int = flag(8, "G, completions for each prompt: 2 or more")
+    generation_batch_size: int = flag(64, "B, completions of a step: a multiple of G")
+    num_iterations: int = flag(1, "mu, passes over each batch, 1 or more")
+    num_mini_batches: int = flag(1, "parts of a pass, random, one update each: 1 to B")
+    per_device_train_batch_size: int = flag(8, "rows scored at once: memory, not maths")
+    max_completion_length: int = flag(512, "T_max, the longest completion in tokens")
+    temperature: float = flag(1.0, "of sampling and of scoring, above 0")
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = flag("dapo", "the denominators of the loss")
+    policy_loss: Literal["clip", "cispo", "sapo"] = flag("clip", "the policy term")
+    importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
+    epsilon: float = flag(0.2, "with clip: range below 1; also above, if epsilon_high is None")
+    epsilon_high: float | None = flag(None, "clip: range above 1; cispo: cap of the ratio (5)")
+    delta: float | None = flag(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
+    beta: float = flag(0.0, "weight of the KL term; 0: no reference model")
+    use_bias_correction_kl: bool = flag(False, "with beta > 0: the KL estimate times the ratio")
+    scale_rewards: Literal["group", "batch", "none"] = flag("group", "whose std divides r - mean")
+    reward_weights: list[float] | None = flag(None, "a number for each reward function (1)")
+    mask_truncated_completions: bool = flag(False, "no loss on answers without an EOS")
+    sync_ref_model: bool = flag(False, "with beta > 0: refresh the reference every M steps")
+    ref_model_sync_steps: int = flag(512, "M, steps of an outer iteration")
+    seed: int = flag(42, "of all that is drawn, and of the tiny model")
+    bf16: bool = flag(False, "bfloat16: autocast trains, a bfloat16 copy of the weights samples")
+    full_determinism: bool = flag(False, "on a GPU: deterministic kernels, a third slower")
+    save_steps: int = flag(10, "steps between checkpoints; only the last is kept")
+    eval_steps: int = flag(0, "steps between answers to eval_dataset; 0: before and after alone")
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -753,21 +752,23 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
     The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
     Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy: a float32 causal LM of transformers, trained in place. dataset: dicts with
-        "prompt", ... compute_advantages: from rewards (B,), Rollout and config to (B, T).
-    Yields: after each step the state, the Rollout and the metrics, under TRL's names.
+        "prompt", ... compute_advantages: from rewards (B,), rollout and config to (B, T).
+    Yields: after each step the state, the rollout and the metrics, under TRL's names.
     """
     state = state or initial_state(policy, config)                              # 1, 3
+    B, G = config.generation_batch_size, config.num_generations
     num_updates = config.num_iterations * config.num_mini_batches
     while state.step < config.max_steps:                                        # 2, 4
         started = time.perf_counter()
-        rng = step_rng(config, state.step)
+        rng = numpy.random.default_rng([config.seed, 3, state.step])    # a resumed run draws alike
         rate = config.learning_rate * (1 - state.step / config.max_steps)       # linearly to 0
         state.optimizer.param_groups[0]["lr"] = rate
         if config.sync_ref_model and state.step % config.ref_model_sync_steps == 0:
             state.reference.load_state_dict(policy.state_dict())                # 3: π_ref ← π_θ
 
         # Sample and compare. G answers to each prompt; how far is each above its group's mean?
-        examples = sample_batch(dataset, config, rng)                           # 5: P prompts
+        chosen = rng.choice(len(dataset), B // G, replace=B // G > len(dataset))
+        examples = [dataset[i] for i in chosen]                                 # 5: P prompts
         rollout = sample_rollout(policy, tokenizer, examples, config, rng)      # 7: B answers
         asked = time.perf_counter()
         rewards_per_func = compute_rewards(reward_funcs, rollout)               # 8: (B, F)
@@ -786,39 +787,39 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
         # Learn. At beta 0 the gradient of a row of advantages 0 is 0: it is counted, not scored.
-        learns = (mask if config.beta > 0 else mask * advantages).any(1)        # (B,)
-        gaps = rollout.sampler_logps * 0                       # (B, T); of a NaN it is NaN
+        has_gradient = (mask if config.beta > 0 else mask * advantages).any(1)  # (B,)
+        scored = rollout.sampler_logps.clone()                 # (B, T), log π_old of these rows
         sums = Counter({"loss": 0, "grad_norm": 0, "clip_ratio/low_mean": 0,
                         "clip_ratio/high_mean": 0, "clip_ratio/region_mean": 0})
-        if state.reference:
-            sums["kl"] = 0.0                                   # also where no row learns
         state.optimizer.zero_grad()                            # a reward may have left a gradient
-        for rows in mini_batches(config, rng):                                  # 10: num_updates
-            num_tokens = mask[rows].sum().item()
-            for part in by_length(rollout, rows[learns[rows].cpu()], config):
-                A, m = advantages[part], mask[part]                             # (part, T)
-                logps = score_rows(policy, rollout, part, config)               # (part, T)
-                old = logps.detach() if old_logps is None else old_logps[part]
-                ref = None if ref_logps is None else ref_logps[part]
-                # 11: ρ = exp(logps - old), l = -min(ρ·A, clip(ρ)·A) + β·KL; their mean
-                loss, loss_metrics = grpo_loss(
-                    logps, A, m, old_logps=old, ref_logps=ref,
-                    num_items_in_batch=num_tokens, num_rows_in_batch=len(rows),
-                    **loss_options(config))
-                loss.backward()                                # the gradients of parts add up
-                sums.update(loss=loss.item(), **loss_metrics)  # a Counter adds
-                gaps[part] = (old - rollout.sampler_logps[part]).abs() * m      # (part, T)
-            norm = torch.nn.utils.clip_grad_norm_(
-                policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
-            state.optimizer.step()                             # without a gradient: no weight moves
-            state.optimizer.zero_grad()                        # sampling needs the memory
-            sums["grad_norm"] += norm.item()
-        gap = (gaps.sum() / mask[learns].sum().clamp(min=1)).item()
+        for _ in range(config.num_iterations):                                  # 10: μ passes
+            for rows in torch.tensor(rng.permutation(B)).tensor_split(config.num_mini_batches):
+                num_tokens = mask[rows].sum().item()
+                for part in by_length(rollout, rows[has_gradient[rows].cpu()], config):
+                    A, m = advantages[part], mask[part]                         # (part, T)
+                    logps = score_rows(policy, rollout, part, config)           # (part, T)
+                    old = logps.detach() if old_logps is None else old_logps[part]
+                    ref = None if ref_logps is None else ref_logps[part]
+                    # 11: ρ = exp(logps - old), l = -min(ρ·A, clip(ρ)·A) + β·KL; their mean
+                    loss, loss_metrics = grpo_loss(
+                        logps, A, m, old_logps=old, ref_logps=ref,
+                        num_items_in_batch=num_tokens, num_rows_in_batch=len(rows),
+                        **loss_options(config))
+                    loss.backward()                            # the gradients of parts add up
+                    sums.update(loss=loss.item(), **loss_metrics)               # a Counter adds
+                    scored[part] = old
+                norm = torch.nn.utils.clip_grad_norm_(
+                    policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
+                state.optimizer.step()                         # no gradient: no weight moves
+                state.optimizer.zero_grad()                    # sampling needs the memory
+                sums["grad_norm"] += norm.item()
+        gaps = (scored - rollout.sampler_logps).abs()          # NaN where a weight is NaN
+        gap = (gaps.sum() / mask[has_gradient].sum().clamp(min=1)).item()
         assert gap < (1 if config.bf16 else 1e-3), (           # float32's rounding: 1e-6 to 1e-4
             f"sampled and scored log-probs differ by {gap:.2g} nats: positions, mask, cache?")
 
         state.step += 1
-        rollout = rollout._replace(rewards_per_func=rewards_per_func, advantages=advantages)
+        rollout.rewards_per_func, rollout.advantages = rewards_per_func, advantages
         yield state, rollout, {
             "step": state.step, "step_time": time.perf_counter() - started,
             "reward_time": reward_time, "learning_rate": rate,
@@ -834,17 +835,6 @@ def initial_state(policy, config):
     return SimpleNamespace(step=0, optimizer=optimizer, reference=reference)
 
 
-def step_rng(config, step):
-    """A generator of seed and step alone, so that a resumed run draws what the whole one does."""
-    return numpy.random.default_rng([config.seed, 3, step])    # the demo draws with 1 and 2
-
-
-def sample_batch(dataset, config, rng):
-    """Algorithm 1, line 5: the B / G prompts of a step, drawn afresh each step (no epochs)."""
-    count = config.generation_batch_size // config.num_generations
-    return [dataset[i] for i in rng.choice(len(dataset), count, replace=count > len(dataset))]
-
-
 def compute_rewards(reward_funcs, rollout):
     """Algorithm 1, line 8: what each function says of each completion, (B, F), None as NaN."""
     examples = rollout.examples
@@ -854,13 +844,14 @@ def compute_rewards(reward_funcs, rollout):
                  completion_ids=ids, **columns)
     rewards_per_func = []
     for function in reward_funcs:
-        rewards = function(**copy.deepcopy(given))             # what it changes is its own
-        numbers = numpy.asarray(rewards, dtype=float)          # (B,); None becomes NaN
-        assert numbers.shape == (len(examples),) and not numpy.isinf(numbers).any(), (
+        rewards = list(function(**copy.deepcopy(given)))       # what it changes is its own
+        assert len(rewards) == len(examples) and all(
+            reward is None or math.isfinite(reward) for reward in rewards), (
             f"reward_funcs: {function} returned {rewards!r:.200}; allowed are {len(examples)}, "
             "each a finite number or None")
-        rewards_per_func.append(torch.tensor(numbers, device=rollout.completion_ids.device))
-    return torch.stack(rewards_per_func, 1)                                     # (B, F)
+        numbers = [math.nan if reward is None else float(reward) for reward in rewards]
+        rewards_per_func.append(torch.tensor(numbers, dtype=torch.float64))     # (B,)
+    return torch.stack(rewards_per_func, 1).to(rollout.completion_ids.device)   # (B, F)
 
 
 def score_rows(model, rollout, rows, config):
@@ -896,39 +887,22 @@ def by_length(rollout, rows, config):
         yield rows[start:start + config.per_device_train_batch_size]
 
 
-def mini_batches(config, rng):
-    """The rows of each update of a step: each of the mu passes splits the batch anew, at random."""
-    for _ in range(config.num_iterations):
-        order = rng.permutation(config.generation_batch_size)
-        for rows in numpy.array_split(order, config.num_mini_batches):
-            yield torch.tensor(sorted(rows))                   # in the order of the batch
-
-
 def sample_metrics(rollout, reward_funcs, rewards, config):
-    """What a step's samples show; None for a function that gave no reward."""
+    """What a step's samples show; NaN where no answer has a reward."""
     mask = rollout.completion_mask                                              # (B, T)
     silent = group_stats(rewards, config.num_generations)[1] == 0               # (P,)
     metrics = {
-        "reward": rewards.mean(),
-        "reward_std": rewards.std(),
+        "reward": rewards.nanmean(),
+        "reward_std": group_stats(rewards, len(rewards))[1],
         "frac_reward_zero_std": silent.float().mean(),
+        "frac_reward_nan": rewards.isnan().float().mean(),     # share that no function has scored
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),     # share cut off
         "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # an estimate
     names = [f"rewards/{function.__name__}/mean" for function in reward_funcs]
     assert len(set(names)) == len(names), f"reward_funcs: got {names}; allowed: each name once"
-    metrics |= zip(names, rollout.rewards_per_func.nanmean(0))
-    return {name: None if x.isnan() else x.item() for name, x in metrics.items()}
-
-
-def first_group(rollout, reward_funcs, config):
-    """For completions.jsonl: a prompt, its answers, and how they were scored."""
-    G = config.num_generations
-    scores = zip(reward_funcs, rollout.rewards_per_func[:G].T.tolist())
-    return {"prompt": rollout.examples[0]["prompt"], "completions": rollout.completions[:G],
-            "rewards": {function.__name__: [None if math.isnan(x) else x for x in column]
-                        for function, column in scores},
-            "advantages": rollout.advantages[:G, 0].tolist()}  # of each answer's first token
+    metrics.update(zip(names, rollout.rewards_per_func.nanmean(0)))
+    return {name: x.item() for name, x in metrics.items()}
 
 
 # §11 The demo's task ------------------------------------------------------------------------------
@@ -978,7 +952,7 @@ def teacher_trace(prompt, forgets_carry):
 
 
 def cold_start(model, tokenizer, problems, seed, *, steps=400):
-    """Supervised learning from the teacher: minimise the mean of -log π over its tokens."""
+    """Supervised learning from the teacher: minimize the mean of -log π over its tokens."""
     rng = numpy.random.default_rng([seed, 2])
     traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.9) for row in problems]
     ids = tokenizer(traces, padding=True, return_tensors="pt")["input_ids"].to(model.device)
@@ -995,21 +969,40 @@ def cold_start(model, tokenizer, problems, seed, *, steps=400):
 
 # §12 Command line ---------------------------------------------------------------------------------
 
-def load_dataset(path):
-    """Read JSON Lines: "prompt" (all texts, or all messages), further columns, the same in each."""
-    rows = []
-    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")             # -sig: without a BOM
-    for number, line in enumerate(lines, 1):
+def load_dataset(path, policy=None, tokenizer=None, config=None):
+    """Read JSON Lines: "prompt" (all texts, or all messages), further columns, the same in each.
+
+    With a policy each row is read as a step reads it, so that no run ends at a row drawn late.
+    """
+    rows, unwritten = [], []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"dataset: {path}, line {number}: {error}") from error
-            rows.append(row)
-            assert isinstance(row, dict) and row.get("prompt") and row.keys() == rows[0].keys(), (
-                f"dataset: {path}, line {number}: got {row!r:.60}; no prompt, or other columns")
-    assert rows, f"dataset: {path} is empty"
+                rows.append(json.loads(line))                  # bytes: UTF-8, a BOM is skipped
+                assert rows[-1].keys() == rows[0].keys(), "its columns are not the first row's"
+                if policy and not can_be_answered(rows[-1], policy, tokenizer, config):
+                    unwritten.append(number)
+            except Exception as error:
+                error.add_note(f"dataset: {path}, line {number}: {line[:60]!r}")
+                raise
+    assert len({type(row["prompt"]) for row in rows}) == 1, f"dataset: {path} is empty, or mixed"
+    if unwritten:
+        print(f"{path}: no answer equals the solutions of {len(unwritten)} lines, which the "
+              f"tokenizer writes with other letters; the first is line {unwritten[0]}")
     return rows
+
+
+def can_be_answered(row, policy, tokenizer, config):
+    """Read a row as a step does; return whether the tokenizer can write its solution."""
+    prompt, solution = row["prompt"], solution_text(row.get("solution"))
+    prompt_ids, _ = encode_prompts(tokenizer, [prompt], "cpu")                  # (1, L)
+    room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
+    assert config.max_completion_length <= room, (
+        f"max_completion_length: got {config.max_completion_length}; this prompt allows {room}")
+    assert prompt_ids[0, -1] not in ends_of_an_answer(policy, tokenizer), "prompt: it has an EOS"
+    assert isinstance(prompt, str) or prompt[-1]["role"] != "assistant", "prompt: it is answered"
+    ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
+    return final_answer(tokenizer.decode(ids)) == solution
 
 
 def load_model(name, seed=0):
@@ -1028,26 +1021,36 @@ def load_model(name, seed=0):
 
 def load_reward_funcs(names):
     """accuracy_reward and think_format_reward are this file's; my_rewards.short is a module's."""
-    sys.path.append(os.getcwd())                               # where my_rewards.py may be
-    return [pkgutil.resolve_name(":".join(name.rsplit(".", 1))) if "." in name else globals()[name]
-            for name in names]
+    sys.path.insert(0, os.getcwd())                            # where my_rewards.py may be
+    reward_funcs = []
+    for name in names:
+        module, _, function = name.rpartition(".")
+        assert module or name in ("accuracy_reward", "think_format_reward"), (
+            f"reward_funcs: got {name}; allowed: accuracy_reward, think_format_reward, MODULE.NAME")
+        reward_funcs.append(getattr(importlib.import_module(module or __name__), function))
+    return reward_funcs
 
 
 @dataclass
 class ScriptArguments:
     """What is trained, on what, and where it is written; TRL's name."""
-    model: str = option("tiny", "tiny (the demo), or a folder or hub name")
-    dataset: str | None = option(None, "JSON Lines: prompt (text or messages), further columns")
-    eval_dataset: str | None = option(None, "such a file, answered before and after training")
+    model: str = flag("tiny", "tiny (the demo), or a folder or hub name")
+    dataset: str | None = flag(None, "JSON Lines: prompt (text or messages), further columns")
+    eval_dataset: str | None = flag(None, "such a file, answered before and after training")
     reward_funcs: list[str] = field(default_factory=lambda: ["accuracy_reward"], metadata={
         "help": "accuracy_reward, think_format_reward, or yours, as my_rewards.short"})
-    output_dir: str = option("grpo-output", "the run's folder; if it exists: NAME-2, NAME-3, ...")
-    resume_from_checkpoint: str | None = option(
-        None, "a run's folder or a checkpoint-STEP; all its options but reward_funcs come back")
+    output_dir: str = flag("grpo-output", "the run's folder; if it exists: NAME-2, NAME-3, ...")
+    resume_from_checkpoint: str | None = flag(
+        None, "a run's folder or a checkpoint-STEP; all its options come back")
+
+    def __post_init__(self):
+        for name in "dataset", "eval_dataset", "output_dir":   # a resume may start elsewhere
+            if getattr(self, name):
+                setattr(self, name, os.path.abspath(getattr(self, name)))
 
 
 def parse_options(argv):
-    """A command line's GRPOConfig and ScriptArguments; what the checkpoint of a resume holds."""
+    """A command line's ScriptArguments and GRPOConfig; what the checkpoint of a resume holds."""
     from transformers import HfArgumentParser
     from transformers.trainer_utils import get_last_checkpoint
     parser = HfArgumentParser([ScriptArguments, GRPOConfig], allow_abbrev=False,
@@ -1057,7 +1060,7 @@ def parse_options(argv):
     if folder:
         folder = get_last_checkpoint(folder) or folder         # a run's newest; or a checkpoint
         saved = torch.load(Path(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
-        parser.set_defaults(**saved["config"])
+        parser.set_defaults(**saved["arguments"])
     elif options.model == "tiny":
         parser.set_defaults(**TINY)
     try:
@@ -1066,13 +1069,13 @@ def parse_options(argv):
         parser.error(str(error))
     if (options.model == "tiny") != (options.dataset is None):
         parser.error(f"--dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
-    if not options.reward_funcs:
-        parser.error("--reward_funcs: repeat the resumed run's; a checkpoint names no code")
+    if saved and options.reward_funcs != saved["arguments"]["reward_funcs"]:
+        parser.error(f"--reward_funcs: got {options.reward_funcs}; allowed on a resume: the run's")
     options.resume_from_checkpoint = folder
-    return config, options, saved
+    return options, config, saved
 
 
-def load_job(config, options):
+def load_job(options, config):
     """What a command line trains: policy, tokenizer, dataset, reward functions, held-out rows."""
     from transformers.utils import logging
     logging.set_verbosity_error()                              # of defaults that are meant
@@ -1081,17 +1084,18 @@ def load_job(config, options):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
     reward_funcs = load_reward_funcs(options.reward_funcs)
-    dataset, held_out = tiny_problems(config.seed)
-    if options.dataset:
-        dataset, held_out = load_dataset(options.dataset), []
-    if options.eval_dataset:
-        held_out = load_dataset(options.eval_dataset)
     model = options.resume_from_checkpoint or options.model
     policy, tokenizer = load_model(model, config.seed)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    dataset, held_out = tiny_problems(config.seed)
+    if options.dataset:
+        dataset, held_out = load_dataset(options.dataset, policy, tokenizer, config), []
+    if options.eval_dataset:
+        held_out = load_dataset(options.eval_dataset, policy, tokenizer, config)
     prompt_ids, _ = encode_prompts(tokenizer, [dataset[0]["prompt"]], "cpu")
     print(f"{model}: {len(dataset)} problems; the first, as the model reads it: "
-          f"{tokenizer.decode(prompt_ids[0])!r:.999}", flush=True)
+          f"{tokenizer.decode(prompt_ids[0])!r:.999}; rewards: {', '.join(options.reward_funcs)}",
+          flush=True)
     if policy.num_parameters() < 10**6:
         torch.set_num_threads(1)                               # more hardly pay, with other digits
     if model == "tiny":
@@ -1099,80 +1103,106 @@ def load_job(config, options):
     return policy, tokenizer, dataset, reward_funcs, held_out
 
 
-def make_folder(name, number=1):
-    """Make the folder NAME, or NAME-2, NAME-3, ...: a run writes only into one that it has made."""
-    folder = Path(name if number == 1 else f"{name}-{number}")
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return make_folder(name, number + 1)
-    return folder
-
-
-def save_checkpoint(policy, tokenizer, state, kept, folder):
+def save_checkpoint(policy, tokenizer, state, arguments, folder):
     """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
+    from transformers.trainer_utils import rotate_checkpoints
     part = folder / f"checkpoint-{state.step}.part"
     policy.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    torch.save({"step": state.step, "config": kept,
+    torch.save({"step": state.step, "before": state.before, "arguments": arguments,
                 "optimizer": state.optimizer.state_dict(),
                 "reference": state.reference.state_dict() if state.reference else None,
-                **{log.name: log.read_text() for log in folder.glob("*.jsonl")}},
+                "logs": {log.name: log.read_text() for log in folder.glob("*.jsonl")}},
                part / "trainer_state.pt")
-    return part.rename(part.with_suffix(""))
+    part.rename(part.with_suffix(""))
+    rotate_checkpoints(folder, save_total_limit=1)             # only the last is kept
+
+
+def make_folder(name, number=1):
+    """Make the folder NAME, or NAME-2, NAME-3, ...: a run writes only into one that it has made."""
+    folder = Path(name if number == 1 else f"{name}-{number}")
+    if folder.exists():
+        return make_folder(name, number + 1)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write_logs(folder, rollout, metrics, reward_funcs, G):
+    """Append the metrics to metrics.jsonl, one group to completions.jsonl; NaN becomes null."""
+    scores = rollout.rewards_per_func[:G].T.cpu().numpy()                       # (F, G)
+    scores = numpy.where(numpy.isnan(scores), None, scores).tolist()
+    group = {"step": metrics["step"], "prompt": rollout.examples[0]["prompt"],
+             "completions": rollout.completions[:G],
+             "rewards": dict(zip([function.__name__ for function in reward_funcs], scores)),
+             "advantages": rollout.advantages[:G, 0].tolist()}                  # of first tokens
+    metrics = {name: None if math.isnan(x) else x for name, x in metrics.items()}
+    for name, line in ("metrics.jsonl", metrics), ("completions.jsonl", group):
+        with open(folder / name, "a") as log:
+            log.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def write_progress(recent, rollout, config):
+    """Print the means of the steps since the last line, and a sampled answer."""
+    columns = {name: [row.get(name, math.nan) for row in recent] for name in recent[-1]}
+    means = {name: torch.tensor(column, dtype=torch.float64).nanmean().item()
+             for name, column in columns.items()} | {"step": recent[-1]["step"]}
+    tqdm.write("  step {step}: reward {reward:.2f}, silent groups {frac_reward_zero_std:.0%}, "
+               "entropy {entropy:.2f}, cut off {completions/clipped_ratio:.0%}, {step_time:.2f} s "
+               "({reward_time:.2f} in rewards)".format_map(means))
+    reward = combine_rewards(rollout.rewards_per_func[:1], config.reward_weights)
+    tqdm.write(one_line(rollout, 0, reward.item()))
+    if means["frac_reward_nan"] > 0:
+        tqdm.write(f"  no reward function has scored {means['frac_reward_nan']:.1%} of the answers")
+    if means["grad_norm"] == 0:
+        tqdm.write("  no weight has moved: no group has answers of different rewards with a loss")
 
 
 def main(argv):
     """Run a command line: load, answer, train, answer again."""
-    config, options, saved = parse_options(argv)
-    output_dir = Path(options.output_dir).absolute()           # a reward may change the folder
-    policy, tokenizer, dataset, reward_funcs, held_out = load_job(config, options)
-    state = initial_state(policy, config)
+    options, config, saved = parse_options(argv)
+    policy, tokenizer, dataset, reward_funcs, held_out = load_job(options, config)
+    job = policy, tokenizer, held_out, reward_funcs, config
+    state, recent = initial_state(policy, config), []
+    state.before = saved.get("before")                         # held-out accuracy before step 1
     if saved:
         print(f"from step {saved['step']} of {config.max_steps}")
         state.step = saved["step"]
         state.optimizer.load_state_dict(saved["optimizer"])
         if state.reference:
             state.reference.load_state_dict(saved["reference"])
-    if held_out:
-        before = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-    kept = vars(config) | vars(options) | {"reward_funcs": None}       # rewards are code: not kept
-    folder, recent, newest = None, [], None
+    if held_out and not state.before:
+        state.before = evaluate(*job, shown=4)
+        for name, mean in state.before.items():
+            print(f"held-out {name}: {mean:.2f} (greedy, {len(held_out)} problems)")
+    folder = make_folder(options.output_dir)
+    for name, lines in saved.get("logs", {}).items():
+        (folder / name).write_text(lines)
+    called = sys.argv[:len(sys.argv) - len(argv)]              # grpo.py, or homework.py FILE
+    command = shlex.join(["python", *called, "--resume_from_checkpoint", str(folder)])
+    print(f"{folder} takes the run; after a stop: {command}", flush=True)
+
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
-    for _, rollout, metrics in tqdm(
-            steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
-        if not folder:                                         # a run that is refused makes none
-            folder = make_folder(output_dir)
-        group = {"step": state.step} | first_group(rollout, reward_funcs, config)
-        for name, line in ("metrics.jsonl", metrics), ("completions.jsonl", group):
-            with open(folder / name, "a") as log:              # first, a resumed run's lines
-                log.write(saved.pop(name, "") + json.dumps(line, allow_nan=False) + "\n")
-        recent.append(metrics)
-        if 10 * state.step % config.max_steps < 10:            # ten times in a run
-            means = {name: numpy.array([row[name] for row in recent], dtype=float).mean()
-                     for name in metrics}
-            tqdm.write("  step {step}: reward {reward:.2f}, silent groups "
-                       "{frac_reward_zero_std:.0%}, entropy {entropy:.2f}, cut off "
-                       "{completions/clipped_ratio:.0%}, {step_time:.2f} s ({reward_time:.2f} in "
-                       "rewards)".format_map(means | {"step": state.step}))
-            reward = combine_rewards(rollout.rewards_per_func[:1], config.reward_weights)
-            tqdm.write(one_line(rollout, 0, reward.item()))
-            recent = []
-        if state.step % config.save_steps == 0 or state.step == config.max_steps:
-            earlier, newest = newest, save_checkpoint(policy, tokenizer, state, kept, folder)
-            if earlier:
-                shutil.rmtree(earlier, ignore_errors=True)     # only the last is kept
-            else:
-                called = sys.argv[:len(sys.argv) - len(argv)]  # grpo.py, or homework.py FILE
-                words = [*called, "--resume_from_checkpoint", str(folder), "--reward_funcs"]
-                tqdm.write(f"  after a stop: python {shlex.join(words + options.reward_funcs)}")
-        sys.stdout.flush()                                     # a pipe or a file keeps it otherwise
-    print(f"the model and metrics.jsonl are in {newest or options.resume_from_checkpoint} "
-          "and beside it")
-    if held_out:
-        after = evaluate(policy, tokenizer, held_out, reward_funcs, config)
-        print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} "
-              f"(greedy, {len(held_out)} problems)")
+    try:
+        for _, rollout, metrics in tqdm(
+                steps, "GRPO", initial=state.step, total=config.max_steps, disable=None):
+            recent.append(metrics)
+            if 10 * state.step % config.max_steps < 10:        # ten times in a run
+                write_progress(recent, rollout, config)
+                recent = []
+            is_last = state.step == config.max_steps
+            if held_out and (is_last or config.eval_steps and state.step % config.eval_steps == 0):
+                after = evaluate(*job, shown=4 if is_last else 0)
+                for name, mean in after.items():
+                    metrics[f"eval_rewards/{name}/mean"] = mean
+                    when = "" if is_last else f"  step {state.step}: "
+                    tqdm.write(f"{when}held-out {name}: {state.before[name]:.2f} -> {mean:.2f} "
+                               f"(greedy, {len(held_out)} problems)")
+            write_logs(folder, rollout, metrics, reward_funcs, config.num_generations)
+            if state.step % config.save_steps == 0 or is_last:
+                save_checkpoint(policy, tokenizer, state, vars(options) | vars(config), folder)
+            sys.stdout.flush()                                 # a pipe or a file keeps it otherwise
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; to go on: {command}")
 
 
 if __name__ == "__main__":

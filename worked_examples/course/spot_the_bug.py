@@ -48,7 +48,7 @@ def means(source, exhibit, policy, *flags):
     """Train the demo with a text of grpo.py and the exhibit's flags: the mean of each metric over the steps."""
     module = ModuleType("grpo_bug")
     exec(source.replace("assert gap", "assert True or gap"), vars(module))           # no run is ended
-    config, *_ = module.parse_options(["--model", "tiny", *seen_with(exhibit).split(), *flags])
+    _, config, _ = module.parse_options(["--model", "tiny", *seen_with(exhibit).split(), *flags])
     tokenizer, dataset = module.tiny_tokenizer(), module.tiny_problems(config.seed)[0]
     tokenizer.eos_token = "<pad>" if exhibit == "17" else "<eos>"       # the policy's is <eos>
     rewards = [module.accuracy_reward, module.think_format_reward]
@@ -69,8 +69,8 @@ def compare(exhibit, policy, *flags):
 
 def run(exhibit):
     """Print the means of 20 steps behind each row about a metric."""
-    config, options, _ = grpo.parse_options(["--model", "tiny"])
-    policy, *_ = grpo.load_job(config, options)
+    options, config, _ = grpo.parse_options(["--model", "tiny"])
+    policy, *_ = grpo.load_job(options, config)
     print(f"{'means over 20 steps':60}{'grpo.py':>10}{'exhibit':>10}")
     for row, right, wrong, is_so in compare(exhibit, policy, "--max_steps", "20"):
         print(f"{row:60}{right:10.3g}{wrong:10.3g}{'' if is_so else '   not so'}")

@@ -68,8 +68,8 @@ LONG = "--max_completion_length 256 --generation_batch_size 64 --per_device_trai
 if __name__ == "__main__":
     torch.set_num_threads(1)
     is_long, flags = "--long" in sys.argv, [word for word in sys.argv[1:] if word not in ("--trl", "--long")]
-    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *LONG * is_long, *flags])
-    job = long_job() if is_long else grpo.load_job(config, options)[:4]
+    options, config, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "6", *LONG * is_long, *flags])
+    job = long_job() if is_long else grpo.load_job(options, config)[:4]
     measure("grpo.py", lambda *job: list(grpo.train(*job)), *job, config)
     if "--trl" in sys.argv:
         measure("TRL", run_trl, *job, config)

@@ -24,8 +24,8 @@ def compute_advantages(rewards, rollout, config):
 
 
 if __name__ == "__main__":
-    config, options, _ = grpo.parse_options(["--model", "tiny", *sys.argv[1:]])
-    student, *job = grpo.load_job(config, options)
+    options, config, _ = grpo.parse_options(["--model", "tiny", *sys.argv[1:]])
+    student, *job = grpo.load_job(options, config)
     teacher = copy.deepcopy(student)
     learn("GRPO, the teacher", teacher, *job, config, grpo.outcome_advantages)
     learn("distillation, the student", student, *job, config, compute_advantages)

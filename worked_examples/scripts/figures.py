@@ -151,8 +151,8 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
 
 def demo(flags):
     """The demo's policy after its cold start, and its steps."""
-    config, options, _ = grpo.parse_options(["--model", "tiny", *flags.split()])
-    policy, *job, _ = grpo.load_job(config, options)
+    options, config, _ = grpo.parse_options(["--model", "tiny", *flags.split()])
+    policy, *job, _ = grpo.load_job(options, config)
     return policy, grpo.train(policy, *job, config)
 
 

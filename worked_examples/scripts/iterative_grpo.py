@@ -73,15 +73,15 @@ def ranked_pairs(rollout, G):
 
 
 if __name__ == "__main__":
-    config, options, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
+    options, config, _ = grpo.parse_options([*USUAL.split(), *sys.argv[1:]])
     G, M = config.num_generations, config.ref_model_sync_steps
-    policy, tokenizer, problems, _, held_out = grpo.load_job(config, options)
-    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
+    policy, tokenizer, problems, _, held_out = grpo.load_job(options, config)
+    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)["accuracy_reward"]
     reward_model, earlier, pairs = RewardModel(policy, tokenizer, config.seed), [], []
     hotter = dataclasses.replace(config, temperature=1.5)   # at 1 most mistakes are one: the carry that is forgotten
     for step in range(config.max_steps, config.max_steps + 4 * M):                        # samples of no step to come
-        rng = grpo.step_rng(config, step)
-        examples = grpo.sample_batch(problems, config, rng)
+        rng = numpy.random.default_rng([config.seed, 3, step])
+        examples = [problems[i] for i in rng.choice(len(problems), config.generation_batch_size // G, replace=False)]
         earlier += ranked_pairs(grpo.sample_rollout(policy, tokenizer, examples, hotter, rng), G)
     reward_model.learn(earlier, earlier, 9 * M)
     for state, rollout, _ in grpo.train(policy, tokenizer, problems, [reward_model], config):
@@ -89,5 +89,5 @@ if __name__ == "__main__":
         if state.step % M == 0 and pairs:                                                 # an outer iteration ends
             reward_model.learn(pairs, earlier, 3 * M)
             earlier, pairs = earlier + pairs, []
-    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)
+    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)["accuracy_reward"]
     print(f"true accuracy: {before:.2f} -> {after:.2f}")

@@ -38,10 +38,10 @@ def load(argv):
     parser.add_argument("--html")
     own, argv = parser.parse_known_args(argv)
     usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.html else 1}"
-    config, options, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
+    options, config, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
     if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
         config = replace(config, epsilon_high=config.epsilon)
-    policy, tokenizer, dataset, reward_funcs, _ = grpo.load_job(config, options)
+    policy, tokenizer, dataset, reward_funcs, _ = grpo.load_job(options, config)
     if options.model == "tiny":
         dataset = [row for row in dataset                               # the carry adds a digit
                    if len({len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)}) == 2]

@@ -48,13 +48,13 @@ def compute_advantages(rewards, rollout, config):
 
 def learn(name, policy, tokenizer, problems, reward_funcs, held_out, config, compute_advantages):
     """Train, and print the share of right answers before and after. Rewards may be for the metrics alone."""
-    before = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    before = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)["accuracy_reward"]
     steps = grpo.train(policy, tokenizer, problems, reward_funcs, config, compute_advantages=compute_advantages)
     list(tqdm(steps, name, total=config.max_steps))
-    after = grpo.evaluate(policy, tokenizer, held_out, reward_funcs, config)
+    after = grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)["accuracy_reward"]
     print(f"{name}: held-out accuracy {before:.2f} -> {after:.2f}")
 
 
 if __name__ == "__main__":
-    config, options, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
-    learn("process supervision", *grpo.load_job(config, options), config, compute_advantages)
+    options, config, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
+    learn("process supervision", *grpo.load_job(options, config), config, compute_advantages)

@@ -54,8 +54,9 @@ def imitate(model, tokenizer, problems, answers, steps, config):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(steps + 1):
         if step % 10 == 0 or step == steps:
-            draw = grpo.step_rng(config, 0)                                     # the same problems each time
-            examples = grpo.sample_batch(problems, config, draw)
+            draw = numpy.random.default_rng([config.seed, 3, 0])                # the same problems each time
+            chosen = draw.choice(len(problems), 100, replace=len(problems) < 100)
+            examples = [problems[i] for i in chosen]
             rollout = grpo.sample_rollout(model, tokenizer, examples, config, draw)
             rewards = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
             if sum(rewards) >= len(rewards) / 2 or step == steps:

@@ -77,9 +77,9 @@ def compare(policy, tokenizer, dataset, reward_funcs, config, flags):
 if __name__ == "__main__":
     end = sys.argv.index("--trl") if "--trl" in sys.argv else len(sys.argv)
     words = [word for word in sys.argv[1:end] if word != "--compare"]
-    config, options, _ = grpo.parse_options(["--output_dir", "trl-output", *words])
+    options, config, _ = grpo.parse_options(["--output_dir", "trl-output", *words])
     flags = ["--output_dir", options.output_dir, *sys.argv[end + 1:]]
-    policy, tokenizer, dataset, reward_funcs, held_out = grpo.load_job(config, options)
+    policy, tokenizer, dataset, reward_funcs, held_out = grpo.load_job(options, config)
     if options.model == "tiny":
         policy.config.name_or_path = tempfile.mkdtemp()         # from where TRL takes its reference model
         policy.save_pretrained(policy.config.name_or_path)
@@ -91,4 +91,5 @@ if __name__ == "__main__":
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     if held_out:
         after = grpo.evaluate(policy.eval(), tokenizer, held_out, reward_funcs, config)
-        print(f"held-out {options.reward_funcs[0]}: {before:.2f} -> {after:.2f} (greedy, {len(held_out)} problems)")
+        for name in reversed(after):                            # the first reward function last
+            print(f"held-out {name}: {before[name]:.2f} -> {after[name]:.2f} (greedy, {len(held_out)} problems)")

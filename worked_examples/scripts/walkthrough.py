@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import numpy
 import torch
 
 import grpo
@@ -36,8 +37,8 @@ grpo.cold_start(policy, tokenizer, problems, seed=0)
 
 # %% Lines 5 and 7: a batch of P = 8 questions, G = 8 answers to each, so B = 64 answers.
 # Expect complete answers of about 20 tokens; where there is a carry, it is often forgotten.
-rng = grpo.step_rng(config, step=0)
-examples = grpo.sample_batch(problems, config, rng)
+rng = numpy.random.default_rng([config.seed, 3, 0])                       # seed, a number of train's own, the step
+examples = [problems[i] for i in rng.choice(len(problems), 64 // G, replace=False)]
 rollout = grpo.sample_rollout(policy, tokenizer, examples, config, rng)
 mask = rollout.completion_mask                                                                                # (B, T)
 for example, text in zip(rollout.examples[::G], rollout.completions[::G]):

@@ -47,7 +47,7 @@ def test_the_methods_of_page_10_run_and_no_two_learn_the_same():
     small = "--generation_batch_size 32 --max_completion_length 22 --max_steps 2 --learning_rate 1e-3"
     tokenizer, (problems, _), learned = grpo.tiny_tokenizer(), grpo.tiny_problems(0), {}
     for method, flags in rows:
-        config, *_ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
+        _, config, _ = grpo.parse_options(shlex.split(f"--model tiny {flags} {small}"))
         policy = grpo.tiny_model(tokenizer, 0)
         policy.load_state_dict(cold_started(0))
         assert len([*grpo.train(policy, tokenizer, problems, [grpo.accuracy_reward], config)]) == 2
@@ -121,7 +121,7 @@ def test_smollm2_holds_out_sums_and_the_page_shows_the_command_that_is_printed()
         seen.append(set(map(tuple, sums)))
     assert len(set.union(*seen)) == sum(map(len, seen)) == 55           # unordered pairs of ten digits
     command = smollm2.COMMAND.format(grpo="grpo.py", folder="smollm2")
-    config, options, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
+    options, config, _ = grpo.parse_options(shlex.split(command.replace("\\\n", ""))[2:])
     assert options.dataset == "smollm2/sums_train.jsonl" and config.num_mini_batches == 2 and command in PAGE_07
 
 

@@ -508,7 +508,7 @@ def test_options_model_and_data_come_back_from_the_newest_checkpoint_and_reward_
     for name in "checkpoint-10", "checkpoint-11.part":
         shutil.copytree(data / "out/checkpoint-2", data / "out" / name)
     rewards = ["--reward_funcs", "think_format_reward", "rewards.length"]
-    config, options, _ = grpo.parse_options(first)
+    options, config, _ = grpo.parse_options(first)
     resumed_config, resumed, _ = grpo.parse_options(["--resume_from_checkpoint", "out", *rewards, "--seed", "8"])
     assert resumed_config == grpo.GRPOConfig(**vars(config) | {"seed": 8})
     assert vars(resumed) == vars(options) | {"resume_from_checkpoint": "out/checkpoint-10"}
