@@ -909,7 +909,7 @@ def sample_metrics(rollout, reward_funcs, rewards, config):
 # A small transformer learns two-digit addition: first from a teacher who mostly forgets the carry
 # (supervised), then from its own answers (GRPO), which takes it beyond its teacher.
 
-TINY = dict(learning_rate=3e-4, max_steps=60, num_iterations=2, generation_batch_size=128,
+TINY = dict(learning_rate=4e-4, max_steps=80, num_iterations=2, generation_batch_size=128,
             per_device_train_batch_size=128, max_completion_length=28,
             reward_funcs=["accuracy_reward", "think_format_reward"])
 
@@ -954,7 +954,7 @@ def teacher_trace(prompt, forgets_carry):
 def cold_start(model, tokenizer, problems, seed, *, steps=400):
     """Supervised learning from the teacher: minimize the mean of -log π over its tokens."""
     rng = numpy.random.default_rng([seed, 2])
-    traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.9) for row in problems]
+    traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.8) for row in problems]
     ids = tokenizer(traces, padding=True, return_tensors="pt")["input_ids"].to(model.device)
     labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)      # -100: no loss
     labels[:, :len("47+85=")] = -100
