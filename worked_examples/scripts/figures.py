@@ -4,10 +4,11 @@
     python worked_examples/scripts/figures.py run           first run the demo, and write anew what depends on it
 
 `run` is `python grpo.py --model tiny`, the same with ten times the learning rate, and with ten seeds: about six
-minutes on one core. It writes their csv files and group.html. (On another processor the figures differ a little.)
+minutes on one core. It writes their csv files and group.json. (On another processor the figures differ a little.)
 """
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def csv(name):
 
 def method_in_one_picture():
     """README: eight answers with rewards and advantages, and the probabilities at their fork over the demo's steps."""
-    data = look_at_a_group.data_in((PICTURES / "group.html").read_text(encoding="utf-8"))
+    data = json.loads((PICTURES / "group.json").read_text(encoding="utf-8"))
     beginning = "".join(data["forks"][0]["prefix"])                     # what all answers share
     k = len(beginning)
     figure = Figure(figsize=(8.3, 3.4))
@@ -157,11 +158,11 @@ def demo(flags):
 
 
 def run_all():
-    """The csv files; group.html: look_at_a_group.py's page, and the carry at its first fork in a whole run."""
+    """The csv files; group.json: look_at_a_group.py's data, and the carry at its first fork in a whole run."""
     for name, runs in RUNS.items():
         table = [[metrics[metric] for metric in METRICS] for flags in runs for _, _, metrics in demo(flags)[1]]
         numpy.savetxt(PICTURES / f"{name}.csv", table, "%.5g", ",", header=",".join(METRICS), comments="")
-    data = look_at_a_group.group_data(*look_at_a_group.load(["--html", "group.html"])[1])
+    data = look_at_a_group.group_data(*look_at_a_group.load(["--json", "group.json"])[1])
     ids = grpo.tiny_tokenizer().convert_tokens_to_ids
     question, beginning = torch.tensor(ids([*data["prompt"]])), ids(data["forks"][0]["prefix"])
     policy, steps = demo("")
@@ -170,7 +171,7 @@ def run_all():
         probs = look_at_a_group.next_token_probs(policy, question, beginning, 1.0)
         probabilities.append(probs[ids(["1", "0"])].tolist())
     data["whole_run"] = {"words": ["1", "0"], "probabilities": probabilities}
-    (PICTURES / "group.html").write_text(look_at_a_group.page(data), encoding="utf-8")
+    (PICTURES / "group.json").write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""One sampled group, token by token: a table in the terminal, or a page for the browser.
+"""One sampled group, token by token: a table in the terminal, or its data as JSON.
 
     python worked_examples/scripts/look_at_a_group.py
-    python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --html group.html
+    python worked_examples/scripts/look_at_a_group.py --model NAME_OR_FOLDER --dataset FILE.jsonl ... --json group.json
 
 It takes grpo.py's flags, with --learning_rate 3e-5 where none is given. Without --model, the tiny model answers after
 its cold start, and half of the answers forget the carry; of another model it is the first group with unequal rewards,
 or, if each of 40 is silent, the last. The table: all answers, then the best and the worst one before and after one
-update on this group. --html: the group as a tree, before and after each of ten updates.
+update on this group. --json: its log-probs, pushes and forks, before and after each of ten updates.
 """
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -33,19 +32,19 @@ METHODS = {                                                             # option
 
 
 def load(argv):
-    """The page's file, and what group_data takes."""
+    """The file to write, or None, and what group_data takes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--html")
+    parser.add_argument("--json")
     own, argv = parser.parse_known_args(argv)
-    usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.html else 1}"
+    usual = f"--model tiny --learning_rate 3e-5 --num_iterations {10 if own.json else 1}"
     options, config, _ = grpo.parse_options([*usual.split(), *argv])    # of a flag given twice the last one counts
-    if config.policy_loss == "clip" and config.epsilon_high is None:    # the page shows a number: as in its rows
+    if config.policy_loss == "clip" and config.epsilon_high is None:
         config = replace(config, epsilon_high=config.epsilon)
     policy, tokenizer, dataset, reward_funcs, _ = grpo.load_job(options, config)
     if options.model == "tiny":
         dataset = [row for row in dataset                               # the carry adds a digit
                    if len({len(grpo.teacher_trace(row["prompt"], forgets)) for forgets in (False, True)}) == 2]
-    return own.html, (policy, tokenizer, dataset, reward_funcs, config, options.model == "tiny")
+    return own.json, (policy, tokenizer, dataset, reward_funcs, config, options.model == "tiny")
 
 
 def find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves):
@@ -85,7 +84,7 @@ def pushes(logps, old_logps, advantages, mask, options):
 
 
 def names_of(tokens, tokenizer):
-    """The page knows a token by its text, or by text[id] if the text is empty or another token's."""
+    """The file knows a token by its text, or by text[id] if the text is empty or another token's."""
     names = {}
     for token in sorted(tokens):
         text = tokenizer.decode([token], skip_special_tokens=False)
@@ -94,7 +93,7 @@ def names_of(tokens, tokenizer):
 
 
 def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False):
-    """All numbers of the page, as JSON has them: a group, and what 0, 1, ... updates on it alone change."""
+    """All numbers of the file, as JSON has them: a group, and what 0, 1, ... updates on it alone change."""
     config = replace(config, generation_batch_size=config.num_generations, num_mini_batches=1)
     rollout = find_group(policy, tokenizer, dataset, reward_funcs, config, in_halves)
     advantages = rollout.advantages
@@ -152,22 +151,11 @@ def group_data(policy, tokenizer, dataset, reward_funcs, config, in_halves=False
         "run": grpo.loss_options(config) | {"scale_rewards": config.scale_rewards}}
 
 
-def page(data):
-    """The template with the data in it: no "<" of an answer may end the script that holds it."""
-    template = Path(__file__).with_name("group_template.html").read_text(encoding="utf-8")
-    return template.replace("GROUP_DATA", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
-
-
-def data_in(html):
-    """The data of such a page."""
-    return json.loads(re.search(r'id="group">(.*?)</script>', html)[1])
-
-
 def main(argv):
-    html, job = load(argv)
+    file, job = load(argv)
     data = group_data(*job)
-    if html:
-        Path(html).write_text(page(data), encoding="utf-8")
+    if file:
+        Path(file).write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
         return
     rewards = data["rewards"]
     print(f"{len(rewards)} answers to {data['prompt']!r}" + ": a silent group, as all others" * (data["std"] == 0))
