@@ -81,19 +81,18 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of the rewards of each group.
 
     mean = 1/G·Σ r_i,  std = √(Σ (r_i - mean)² / (G - correction)).
-    NaN is no reward: its answer is in neither sum, nor in G. correction (below num_generations):
-    1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
+    A reward of NaN is absent: neither sum has it, and G does not count it. correction (below
+    num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
     Returns: (P,), (P,); for a silent group (equal rewards) exactly that reward and 0.
     """
     assert rewards.dim() == 1, f"rewards: got {tuple(rewards.shape)}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
         f"num_generations: got {num_generations}; allowed: > {correction}, divides {len(rewards)}")
     groups = (rewards * 1.0).reshape(-1, num_generations)      # (P, G); integers become floats
-    absent = groups.isnan()                                                     # (P, G)
-    best = groups.masked_fill(absent, -torch.inf).amax(1, keepdim=True)         # (P, 1)
+    best = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)                  # (P, 1)
     mean = best + (groups - best).nanmean(1, keepdim=True)     # groups.mean() of 8 × 0.1 is not 0.1
     squares = (groups - mean).square().nansum(1)                                # (P,)
-    count = (~absent).sum(1)                                                    # (P,)
+    count = (~groups.isnan()).sum(1)                                            # (P,)
     std = (squares / (count - correction).clamp(min=1)).sqrt()                  # (P,)
     return mean.squeeze(1), std
 
@@ -844,8 +843,9 @@ def compute_rewards(reward_funcs, rollout):
                  completion_ids=ids, **columns)
     rewards_per_func = []
     for function in reward_funcs:
-        rewards = list(function(**copy.deepcopy(given)))       # what it changes is its own
-        assert len(rewards) == len(examples) and all(
+        rewards = function(**copy.deepcopy(given))             # what it changes is its own
+        rewards = numpy.asarray(rewards, dtype=object)                          # (B,)
+        assert rewards.shape == (len(examples),) and all(
             reward is None or math.isfinite(reward) for reward in rewards), (
             f"reward_funcs: {function} returned {rewards!r:.200}; allowed are {len(examples)}, "
             "each a finite number or None")
@@ -987,22 +987,25 @@ def load_dataset(path, policy=None, tokenizer=None, config=None):
                 raise
     assert len({type(row["prompt"]) for row in rows}) == 1, f"dataset: {path} is empty, or mixed"
     if unwritten:
-        print(f"{path}: no answer equals the solutions of {len(unwritten)} lines, which the "
-              f"tokenizer writes with other letters; the first is line {unwritten[0]}")
+        print(f"{path}: in {len(unwritten)} lines no answer can equal the solution, because the "
+              f"tokenizer cannot write its letters; the first is line {unwritten[0]}")
     return rows
 
 
 def can_be_answered(row, policy, tokenizer, config):
     """Read a row as a step does; return whether the tokenizer can write its solution."""
-    prompt, solution = row["prompt"], solution_text(row.get("solution"))
+    prompt, solution = row["prompt"], row.get("solution")
     prompt_ids, _ = encode_prompts(tokenizer, [prompt], "cpu")                  # (1, L)
     room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
     assert config.max_completion_length <= room, (
         f"max_completion_length: got {config.max_completion_length}; this prompt allows {room}")
-    assert prompt_ids[0, -1] not in ends_of_an_answer(policy, tokenizer), "prompt: it has an EOS"
-    assert isinstance(prompt, str) or prompt[-1]["role"] != "assistant", "prompt: it is answered"
+    assert prompt_ids[0, -1] not in ends_of_an_answer(policy, tokenizer), "the prompt has an EOS"
+    assert isinstance(prompt, str) or prompt[-1]["role"] != "assistant", "the prompt has an answer"
+    if not isinstance(solution, str):
+        return True
     ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
-    return final_answer(tokenizer.decode(ids)) == solution
+    written = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return final_answer(written) == final_answer(solution)
 
 
 def load_model(name, seed=0):
@@ -1179,7 +1182,7 @@ def main(argv):
         (folder / name).write_text(lines)
     called = sys.argv[:len(sys.argv) - len(argv)]              # grpo.py, or homework.py FILE
     command = shlex.join(["python", *called, "--resume_from_checkpoint", str(folder)])
-    print(f"{folder} takes the run; after a stop: {command}", flush=True)
+    print(f"{folder} takes the run; after a stop, from its last checkpoint: {command}", flush=True)
 
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
@@ -1202,7 +1205,7 @@ def main(argv):
                 save_checkpoint(policy, tokenizer, state, vars(options) | vars(config), folder)
             sys.stdout.flush()                                 # a pipe or a file keeps it otherwise
     except KeyboardInterrupt:
-        sys.exit(f"stopped; to go on: {command}")
+        sys.exit(f"stopped; from the last checkpoint: {command}")
 
 
 if __name__ == "__main__":
