@@ -6,7 +6,7 @@ know no padding), laws (true for any numbers: Hypothesis looks for the smallest 
 @beyond("..."): what the formula leaves open. Then come padding, shapes and errors.
 
     pytest test_grpo.py                                            -v prints the specification
-    GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      200 draws of a law, for 100 or 20; a seed
+    GRPO_EXAMPLES=200 pytest test_grpo.py --hypothesis-seed=1      200 draws of a law, for 20 or 100; a seed
 """
 
 import copy
@@ -29,10 +29,10 @@ nan, inf = math.nan, math.inf
 TOLERANCE = MODEL_TOLERANCE = 1e-9                                      # the second where a model computes
 DRAWS = os.environ.get("GRPO_EXAMPLES")                                 # of each law; without a seed the same
 settings.register_profile("grpo", deadline=None, derandomize=core.global_force_seed is None, database=None,
-                          report_multiple_bugs=False, print_blob=False, max_examples=int(DRAWS or 100),
+                          report_multiple_bugs=False, print_blob=False, max_examples=int(DRAWS or 20),
                           phases=[Phase.explicit, Phase.generate, Phase.shrink])
-settings.register_profile("costly", settings.get_profile("grpo"), max_examples=int(DRAWS or 20))
-settings.load_profile("grpo")                                           # "costly": a model, a loss of answers
+settings.load_profile("grpo")
+more_draws = settings(max_examples=int(DRAWS or 100))                   # of a law that few numbers would break
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)        # beyond and errors are this file's
 
@@ -100,10 +100,12 @@ any_ratio = grid(0.125, 3, 0.125)
 any_logit = grid(-4, 4, 0.5)
 any_number = grid(-3, 3, 0.125)
 any_float32 = st.floats(-1e8, 1e8, width=32)
+any_reward_or_none = any_reward | st.just(nan)                          # NaN: no function has scored it
 any_group = st.lists(any_reward, min_size=2, max_size=5)                # the rewards of one prompt's answers
 any_unequal_group = any_group.filter(lambda rewards: len(set(rewards)) > 1)
 any_groups = st.integers(2, 4).flatmap(                                 # 1 to 3 groups of the same size
     lambda G: st.lists(st.lists(any_reward, min_size=G, max_size=G), min_size=1, max_size=3))
+any_groups_with_gaps = st.lists(st.lists(any_reward_or_none, min_size=4, max_size=4), min_size=1, max_size=3)
 any_logits = st.lists(any_logit, min_size=2, max_size=4)                # of a small vocabulary
 any_distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(             # of three words
     lambda weights: [weight / sum(weights) for weight in weights])
@@ -137,24 +139,33 @@ def slope(function, x):
     (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [f64([0.7, 0.3])], [0.94, 0.91, -0.06]),
     (f64([[1.0, 0.8], [1.0, 0.7], [0.0, -0.2]]), [], [1.8, 1.7, -0.2]),
     pytest.param(f64([[nan, 0.8], [1.0, 0.7]]), [[0.7, 0.3]], [0.24, 0.91], marks=beyond("missing")),
+    pytest.param(f64([[nan, nan], [0.5, nan]]), [[0.7, 0.0]], [nan, 0.35], marks=beyond("missing")),
     pytest.param(torch.tensor([[1, 1]]), [[0.5, 0.25]], [0.75], marks=beyond("dtypes"))], ids=str)
 def test_combine_rewards_matches_the_worked_numbers(rewards, weights, want):
-    """r_i = Σ_f w_f·r_{i,f}, w_f = 1 unless given, without the functions that abstained (NaN)"""
+    """r_i = Σ_f w_f·r_{i,f}, w_f = 1 unless given, without the functions that abstained; NaN where all did"""
     expect(grpo.combine_rewards(rewards, *weights), want)
 
 
-@pytest.mark.errors
-def test_combine_rewards_names_the_rows_in_which_all_abstained():
-    """r_{i,f} = NaN for all f: an error that says i; nansum alone would make r_i = 0"""
-    with pytest.raises((AssertionError, ValueError), match=r"\D0\D+2\D"):
-        grpo.combine_rewards(f64([[nan, nan], [nan, 1.0], [nan, nan], [1.0, 1.0]]))
+@beyond("missing")
+@given(st.lists(st.tuples(any_reward_or_none, any_reward_or_none), min_size=1, max_size=4), any_number, any_number)
+def test_combine_rewards_matches_the_oracle_where_functions_abstain(rows, v, w):
+    """r_i = Σ_f w_f·r_{i,f} over the functions that did not abstain (NaN), and NaN, no 0, where all did"""
+    want = []
+    for row in rows:
+        terms = [weight * r for weight, r in zip((v, w), row) if not math.isnan(r)]
+        want.append(sum(terms) if terms else nan)
+    expect(grpo.combine_rewards(f64(rows), f64([v, w])), want)
 
 
 # §2 Group statistics and advantages -------------------------------------------------------------------------
 
 def oracle_stats(rewards, correction=1):
-    mean = sum(rewards) / len(rewards)
-    return mean, math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - correction))
+    """Of the rewards that there are; one alone, or none, has the std 0."""
+    present = [r for r in rewards if not math.isnan(r)]
+    if not present:
+        return nan, 0.0
+    mean = sum(present) / len(present)
+    return mean, math.sqrt(sum((r - mean) ** 2 for r in present) / max(len(present) - correction, 1))
 
 
 def oracle_advantages(groups, scale_rewards="group", correction=1, eps=1e-4):
@@ -163,7 +174,7 @@ def oracle_advantages(groups, scale_rewards="group", correction=1, eps=1e-4):
     for rewards in groups:
         mean, std = oracle_stats(rewards, correction)
         scale = {"group": std + eps, "batch": std_of_all + eps, "none": 1.0}[scale_rewards]
-        want.append([(r - mean) / scale for r in rewards])
+        want.append([0.0 if math.isnan(r) or r == mean else (r - mean) / scale for r in rewards])
     return want
 
 
@@ -184,15 +195,26 @@ def test_group_stats_match_the_oracle(options, groups):
     expect(torch.stack([mean, std], 1), [oracle_stats(group, **options) for group in groups])
 
 
+@beyond("missing")
+@with_options({}, dict(correction=0))
+@given(any_groups_with_gaps)
+def test_group_stats_leave_out_what_is_nan(options, groups):
+    """Mean and std of the rewards that there are, of one alone it and 0, of none NaN and 0"""
+    mean, std = grpo.group_stats(f64(groups).flatten(), 4, **options)
+    expect(torch.stack([mean, std], 1), [oracle_stats(group, **options) for group in groups])
+
+
 @beyond("equal")
 @with_options({}, dict(correction=0))
-@given(st.integers(2, 16), any_float32)
-def test_group_stats_of_a_silent_group_are_its_reward_and_exactly_0_in_float32(options, G, r):
-    """r_1 = ... = r_G => mean = r_1, std = 0 to the last bit; torch's mean of eight times 0.1 is not 0.1"""
-    silent, other = torch.full((G,), r), torch.arange(G) / 8
-    mean, std = grpo.group_stats(torch.cat([silent, other]), G, **options)
+@more_draws
+@given(st.integers(2, 16), any_float32, st.integers(0, 3))
+def test_group_stats_of_a_silent_group_are_its_reward_and_exactly_0_in_float32(options, G, r, gaps):
+    """r_1 = ... = r_G => mean = r_1, std = 0 to the last bit, NaN among them or not; torch's mean of eight
+    times 0.1 is not 0.1"""
+    silent, other = [r] * G + [nan] * gaps, [i / 8 for i in range(G + gaps)]
+    mean, std = grpo.group_stats(torch.tensor([silent, other]).flatten(), G + gaps, **options)
     expect(torch.stack([mean[0], std[0]]), [r, 0.0], 0)
-    expect(torch.stack([mean[1], std[1]]), oracle_stats(other.tolist(), **options), 1e-6)
+    expect(torch.stack([mean[1], std[1]]), oracle_stats(other, **options), 1e-6)
 
 
 @pytest.mark.parametrize("groups, options, want", [
@@ -256,10 +278,41 @@ def test_group_advantages_have_squares_that_sum_to_n_minus_1(rewards):
 
 @beyond("equal")
 @with_options(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"), {})
+@more_draws
 @given(st.integers(2, 16), any_float32)
 def test_group_advantages_of_equal_rewards_are_exactly_zero_in_float32(options, G, r):
     """r_1 = ... = r_G => A = 0 to the last bit, and no 0/0 at eps = 0"""
     expect(grpo.group_advantages(torch.full((G,), r), G, **options), [0.0] * G, 0)
+
+
+@beyond("missing")
+@with_options(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"), {})
+@given(any_float32, st.integers(1, 4), st.integers(1, 4))
+def test_group_advantages_of_one_reward_or_of_none_are_exactly_zero_in_float32(options, r, P, gaps):
+    """In a group of one reward, of equal ones or of none, beside NaN: A = 0 to the last bit, and no 0/0"""
+    for present in ([r], [r] * 3, []):
+        group = present + [nan] * (gaps + 1)
+        A = grpo.group_advantages(torch.tensor(group * P), len(group), **options)
+        expect(A, [0.0] * len(group) * P, 0)
+
+
+@beyond("missing")
+@with_options({}, dict(eps=0.0), dict(correction=0), dict(scale_rewards="none"),
+              dict(scale_rewards="batch"), dict(scale_rewards="batch", correction=0, eps=0.0))
+@given(any_groups_with_gaps)
+def test_group_advantages_match_the_oracle_where_rewards_are_missing(options, groups):
+    """A = (r - mean) / (std + eps) over the rewards that there are; A = 0 where r is NaN"""
+    expect(advantages_of(groups, **options), oracle_advantages(groups, **options))
+
+
+@beyond("missing")
+@with_options({}, dict(eps=0.0), dict(scale_rewards="batch"), dict(scale_rewards="none"))
+@given(any_group, st.integers(0, 4), st.integers(1, 3))
+def test_group_advantages_do_not_see_an_answer_without_a_reward(options, rewards, place, gaps):
+    """A(r with NaN in it) = A(r) with 0 in it: an answer that nobody could score says nothing of the others"""
+    A, none = advantages_of([rewards], **options)[0], [nan] * gaps
+    got = advantages_of([rewards[:place] + none + rewards[place:]], **options)[0]
+    expect(got, f64([*A[:place], *[0.0] * gaps, *A[place:]]))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), any_advantage), min_size=1, max_size=4))
@@ -347,8 +400,6 @@ def test_entropy_from_logits_of_a_word_that_is_ruled_out_counts_0(logits):
     expect(slope(entropy_of, f64([*logits, -inf])), f64([*slope(entropy_of, f64(logits)), 0.0]))
     expect(log_softmax_of([*logits, -inf]), [*oracle_log_softmax(logits), -inf])
 
-
-settings.load_profile("costly")
 
 
 @functools.cache
@@ -471,7 +522,6 @@ def test_per_token_logps_are_one_call_of_the_model_and_empty_without_a_token():
 
 # §4 Importance ratio, clip, the policy terms ----------------------------------------------------------------
 
-settings.load_profile("grpo")
 SEQUENCE = dict(importance_sampling_level="sequence")                   # GSPO
 
 
@@ -642,6 +692,7 @@ def test_kl_estimate_k3_of_a_token_that_is_almost_lost_is_bounded(x):
 
 
 @beyond("equal")
+@more_draws
 @given(st.integers(-1000, 1000), st.sampled_from([1e-8, 1e-6, 1e-4, 1e-2]), st.floats(-3, 0, width=32))
 def test_kl_estimate_k3_is_never_negative_in_float32(n, scale, p):
     """expm1(-k1) + k1 >= 0 to the last bit: exp(-k1) + k1 - 1 is not, where π is close to π_ref"""
@@ -678,7 +729,6 @@ def test_kl_estimate_teaches_what_the_table_says(options, by_ratio, teaches, p, 
 
 # §6 The aggregations ----------------------------------------------------------------------------------------
 
-settings.load_profile("costly")
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 any_losses = answers(any_reward)
 every_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -986,7 +1036,7 @@ def test_grpo_loss_of_a_ratio_that_leaves_float32_has_no_gradient(x, A):
 
 
 @beyond("dtypes")
-@settings.get_profile("grpo")
+@more_draws
 @given(any_rated_answers, any_options)
 def test_grpo_loss_in_float32_is_that_in_float64_up_to_rounding(rows, options):
     """loss and ∂loss/∂log π of float32 log-probs, whatever is combined"""
@@ -999,13 +1049,14 @@ def test_grpo_loss_in_float32_is_that_in_float64_up_to_rounding(rows, options):
     expect(slope(loss, logps)[mask == 1], slopes_of(rows, **options), 1e-5)
 
 
+@beyond("metrics")
 @with_each_loss_type({}, RANGE, KL | CISPO, KL | SAPO, KL | SEQUENCE, BIAS_CORRECTED_KL)
 @given(any_rated_answers)
 def test_grpo_loss_metrics_match_the_oracle(options, rows):
     """low: A < 0, ρ below the range; high: A > 0, ρ above it (cispo: the cap, sapo: none); both; mean kl"""
     metrics, want = loss_of(rows, **options)[1], oracle_metrics(rows, **options)
-    names = [name for name in want if name in metrics]                  # those that there are
-    expect(f64([metrics[name] for name in names]), [want[name] for name in names])
+    assert metrics.keys() == want.keys()
+    expect(f64([metrics[name] for name in want]), list(want.values()))
 
 
 @beyond("metrics")
@@ -1031,7 +1082,7 @@ def test_grpo_loss_of_microbatches_adds_up_to_the_whole(options, parts):
 
 
 @beyond("shapes")
-@settings.get_profile("grpo")
+@more_draws
 @given(st.lists(any_tokens_or_none, max_size=3), any_options)
 def test_grpo_loss_with_advantages_of_tokens_and_an_answer_without_one_matches_the_oracle(rows, options):
     """A (B, T), as process supervision has it; an answer without a token is a row of grpo and dr_grpo"""
@@ -1092,7 +1143,20 @@ def test_process_advantages_match_the_oracle(options, solutions):
     expect(process_advantages_of(solutions, **options), oracle_process(solutions, **options))
 
 
+@beyond("missing")
+@with_options({}, dict(correction=0, eps=0.0))
+@given(st.integers(1, 4).flatmap(lambda S: st.lists(
+    st.lists(any_reward_or_none, min_size=S, max_size=S), min_size=4, max_size=4)))
+def test_process_advantages_are_the_group_advantages_of_all_steps_of_a_group(options, grades):
+    """A_t - A_{t+1} = z of the step that ends at t, z = group_advantages(the steps of a group); NaN: z = 0"""
+    steps, S = f64(grades), len(grades[0])
+    A = grpo.process_advantages(steps, torch.arange(S).expand(4, S), torch.ones(4, S + 1), 2, **options)
+    z = grpo.group_advantages(steps.flatten(), 2 * S, **options)
+    expect(A[:, :-1] - A[:, 1:], z.view(4, S))
+
+
 @beyond("equal")
+@more_draws
 @given(st.integers(1, 6), any_float32)
 def test_process_advantages_of_equal_step_rewards_are_exactly_zero_in_float32(S, r):
     """All steps of a group have one reward, or it has one step, or none: A = 0 to the last bit, not 0/0"""
@@ -1117,15 +1181,36 @@ def beyond_text(*row):
     (r"\boxed{132}", "132", 1), (r"<think>\boxed{131}</think>It is \boxed{132}.", "132", 1), ("", "132", 0),
     (r"\boxed{132} or \boxed{131}", "132", 0), (r"\boxed{131} or \boxed{132}", "132", 1),
     (r"\boxed{}", "132", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0),
+    (r"\boxed{1}. No: \boxed{\frac{\sqrt{2}}{2}}", "1", 0), (r"\boxed{1} or \boxed{\sqrt{2}}", r"\sqrt{2}", 1),
     beyond_text("B\n", " B", 1), beyond_text("5", 5, 1), beyond_text("1,0", "10", 0),
     beyond_text("b", "B", 0), beyond_text(r"\boxed{ Oslo }", "Oslo", 1),
-    beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 1), beyond_text(r"\boxed{1} 2", "2", 0),
+    beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 0), beyond_text(r"\boxed{1} 2", "2", 0),
+    beyond_text(r"\boxed{1} \boxed{2", "1", 0), beyond_text(r"\boxed{2", "2", 0), beyond_text("{2}", "{2}", 1),
     beyond_text("None", None, nan), beyond_text("", " ", nan), beyond_text("nan", nan, nan),
-    beyond_text("72", 72.0, 1), beyond_text("72", r"\boxed{72}", 1), beyond_text("7", "<think>6</think>7", 1),
+    beyond_text("72", 72.0, 1), beyond_text("-0.5", -0.5, 1), beyond_text("0.00005", 5e-05, 1),
+    beyond_text("1" + "0" * 16, 1e16, 1), beyond_text("1e+16", 1e16, 0), beyond_text("72", r"\boxed{72}", 1), beyond_text("7", "<think>6</think>7", 1),
     beyond_text("<think>1</think>131</think>132", "132", 1)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: None"""
     expect(none_as_nan(grpo.accuracy_reward([answer], [solution])), [want])
+
+
+def in_braces(parts):
+    return "{" + "".join(parts) + "}"
+
+
+any_formula = st.recursive(st.sampled_from(["a", "2 ", r"\frac"]), lambda inner: st.lists(inner).map(in_braces))
+any_text = st.lists(st.sampled_from([r"\boxed{1}", r"\boxed{", "</think>", "{", "}", "3"])).map("".join)
+any_text_without_a_box = st.lists(st.sampled_from(["{", "}", "3 ", "\n"])).map("".join)
+
+
+@beyond("text")
+@more_draws
+@given(any_text, any_formula, any_text_without_a_box)
+def test_accuracy_reward_reads_the_last_box_as_far_as_the_brace_that_closes_it(before, formula, behind):
+    r"""...\boxed{x}... is right for x, where no box follows; without the brace that closes it, wrong for x"""
+    answers = [before + r"\boxed{" + formula + end for end in ("}" + behind, "")]
+    expect(none_as_nan(grpo.accuracy_reward(answers, [formula] * 2)), [1.0, 0.0])
 
 
 @pytest.mark.errors
