@@ -22,13 +22,24 @@ def gradient(loss, x):
     return torch.autograd.grad(loss.sum(), x, retain_graph=True)[0]
 
 
-def on_page(name, text, *got):
-    """The numbers of this text are on the page whose name begins so, and with these digits they are what came."""
+def parts_of(page):
+    """Its table rows, list items, headings and paragraphs, each as one line; a minus is "-"."""
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\n(?![\n|#-]|\d+\. )", " ", text)                 # the lines of a paragraph become one
+    return text.replace("−", "-").replace("∓", "-").splitlines()
+
+
+def on_page(name, where, text, *got):
+    """In the one part with `where` (a row begins with it) of the page whose name begins so, the numbers of this text
+    stand in this order, and with these digits they are what came."""
     page, = EXAMPLES.glob(f"{name}*.md")
-    page, words = page.read_text(encoding="utf-8"), text.split()
-    patterns = [rf"(?<![\d.]){word.replace('-', '[−∓]')}(?!\.?\d)" for word in words]
-    assert [pattern for pattern in patterns if not re.search(pattern, page)] == [], name
-    want = [approx(float(word), abs=0.5 * 10 ** -len(word.partition(".")[2])) for word in words]
+    parts = [part for part in parts_of(page) if (part.startswith(where) if where[0] == "|" else where in part)]
+    assert len(parts) == 1, (name, where, f"is in {len(parts)} parts")
+    words = text.split()
+    pattern = ".*?".join(rf"(?<![\d.]){re.escape(word)}(?!\.?\d)" for word in words)
+    assert re.search(pattern, parts[0]), (name, where, text)
+    numbers = [word.replace(",", "") for word in words]
+    want = [approx(float(number), abs=0.5 * 10 ** -len(number.partition(".")[2])) for number in numbers]
     assert [number for x in got for number in torch.as_tensor(x).flatten().tolist()] == want
 
 
@@ -41,63 +52,104 @@ LENGTHS = torch.arange(6) < torch.tensor([[5], [4], [6]])               # guide 
 def pushes_of(scores, drawn, words):
     """How far an update moves the logits of this many equally likely words, of which some were drawn."""
     logits = f64([0] * words).requires_grad_()
-    return -gradient(-(scores * logits.log_softmax(0)[drawn]).mean(), logits)
+    return -gradient(-(scores * logits.log_softmax(0)[drawn]).sum(), logits)
 
 
 def test_without_a_baseline_a_wrong_answer_rises_and_with_it_an_answer_rises_by_its_advantage():
     """Page 0: a judge gives 9 to the word 0 and 8 to the others, of which word 1 is drawn twice. Page 1: of 100 texts
     three essays were drawn: by r the other 97 fall; by A, which adds up to 0, their gradient is 0"""
     rewards, drawn = f64([9, 8, 8, 8]), [0, 1, 1, 2]
-    assert pushes_of(rewards, drawn, 3)[:2].sign().tolist() == [-1, 1]
-    assert pushes_of(rewards - rewards.mean(), drawn, 3)[:2].sign().tolist() == [1, -1]
+    on_page("00", "The wrong one, 11", "33 -2 5 -3", rewards.sum(), pushes_of(rewards, drawn, 3))
+    A = rewards - rewards.mean()
+    on_page("00", "So you compare", "8.25 0.75 -0.25", rewards.mean(), A[:2])
+    on_page("00", "So you compare", "0.75 -0.5 -0.25", pushes_of(A, drawn, 3))
     A = grpo.group_advantages(ESSAYS, 3, **BY_G)
     for scores, moves in ((ESSAYS, [1, 1, 1] + 97 * [-1]), (A, [1, -1, -1] + 97 * [0])):
         push = pushes_of(scores, [0, 1, 2], 100)
         assert torch.where(push.abs() < 1e-9, 0, push).sign().tolist() == moves
 
 
-def test_the_numbers_of_page_01s_essays_and_of_the_errors_in_guide_001():
-    """Guide 001's group: mean, squares, both stds; a tiny difference counts as much as a large one. The ratio of a
-    whole answer; what the clip leaves of an objective of 1.8375"""
+def test_the_numbers_of_page_01s_essays():
+    """Mean, squares, both stds; a tiny difference counts as much as a large one, and the unit does not count"""
     mean, std = grpo.group_stats(ESSAYS, 3, correction=0)
-    squares = (ESSAYS - mean).square()
-    on_page("01", "6.2667 2.2333 -0.0667 -2.1667", mean, ESSAYS - mean)
-    on_page("01", "4.9878 0.0044 4.6944 9.6867", squares, squares.sum())
-    on_page("01", "1.7969 2.2008", std, grpo.group_stats(ESSAYS, 3)[1])
-    on_page("01", "-0.7071 -0.7071 1.4142", grpo.group_advantages(f64([0.50, 0.50, 0.51]), 3, **BY_G))
-    on_page("errors", "4.988 0.0044 4.694 3.2289", squares, std.square())
-    on_page("errors", "1.01476 -0.03029 -0.98446", grpo.group_advantages(ESSAYS, 3))
-    whole = grpo.importance_ratio(f64([[-21]]), f64([[-23]]), torch.ones(1, 1))
-    on_page("errors", "7.39 9.16", whole, whole * 1.24)
-    of_clip, of_none = [grpo.clipped_surrogate_loss(f64([1.5]), f64([1.225]), epsilon_high=e) for e in (0.2, math.inf)]
-    on_page("errors", "-1.47 1.8375", of_clip, -of_none)
+    squares, A = (ESSAYS - mean).square(), grpo.group_advantages(ESSAYS, 3, **BY_G)
+    on_page("01", "A negative one", "6.2667", mean)
+    on_page("01", "| r - mean |", "2.2333 -0.0667 -2.1667 0", ESSAYS - mean, (ESSAYS - mean).sum())
+    on_page("01", "| (r - mean)² |", "4.9878 0.0044 4.6944 9.6867", squares, squares.sum())
+    on_page("01", "| **A** |", "1.2429 -0.0371 -1.2058 0", A, A.sum())
+    on_page("01", "The std is √", "9.6867 1.7969 2.2333 1.7969 1.2429", squares.sum(), std, 2.2333, std, A[0])
+    on_page("01", "For the essays", "1.7969 9.6867 2.2008 1.0148 -0.0303 -0.9845", std, squares.sum(),
+            grpo.group_stats(ESSAYS, 3)[1], grpo.group_advantages(ESSAYS, 3))
+    A_close = grpo.group_advantages(f64([0.50, 0.50, 0.51]), 3, **BY_G)
+    on_page("01", "the rewards 0.50", "-0.7071 -0.7071 1.4142", A_close)
+    assert grpo.group_advantages(100 * ESSAYS, 3, **BY_G).tolist() == approx(A.tolist())
 
 
-def test_the_numbers_of_page_01s_second_group_and_of_the_errors_in_guide_004():
-    """Guide 004's group: stds, ratios, token losses, means of answers. A mean of losses; the least loss at A = -0.5;
-    what its three answers weigh under each denominator"""
+def test_the_numbers_of_page_01s_second_group():
+    """Stds, ratios, token losses, means of answers; a product of a hundred ratios"""
     r = f64([1, 0, 0.5])
-    on_page("01", "0.4082 0.5", grpo.group_stats(r, 3, correction=0)[1], grpo.group_stats(r, 3)[1])
-    on_page("01", "1 -1 0", grpo.group_advantages(r, 3, eps=0))
+    by_G, std = [grpo.group_stats(r, 3, correction=correction)[1] for correction in (0, 1)]
+    on_page("01", "| G = 3 |", "0.4082 1.2247 -1.2247 0", by_G, grpo.group_advantages(r, 3, **BY_G))
+    on_page("01", "| G - 1 = 2 |", "0.5 1 -1 0", std, grpo.group_advantages(r, 3, eps=0))
+    on_page("01", "| G - 1 = 2, with eps", "0.5001 0.9998 -0.9998 0", std + 1e-4, grpo.group_advantages(r, 3))
+    on_page("01", "| no division by the std", "0.5 -0.5 0", grpo.group_advantages(r, 3, **UNSCALED))
+    on_page("01", "Strictly, each token", "13,781", 1.1**100)
     ratio = grpo.importance_ratio(LOG_RATIOS, torch.zeros_like(LOG_RATIOS), LENGTHS)
     losses = grpo.clipped_surrogate_loss(ratio, f64([[1.225], [-1.225], [0]])) * LENGTHS
-    on_page("01", "0.9512 1.1052 0.9231 1.0513 0.9048 1.1052", ratio[1, :4], ratio.min(), ratio.max())
-    on_page("01", "-1.3538 -1.2878 -1.1084 -1.3270 -1.2497", losses[0, :5])
-    on_page("01", "1.1653 1.3538 1.1308 1.2878", losses[1, :4])
-    on_page("01", "-1.26537 1.23443 0", losses.sum(1) / LENGTHS.sum(1))
-    on_page("errors", "-0.0333", grpo.aggregate(f64([[-0.3], [0.2], [0]]), torch.ones(3, 1), loss_type="grpo"))
+    on_page("01", "No: the ratios lie", "0.9048 1.1052", ratio.min(), ratio.max())
+    on_page("01", "| ρ, answer 1 |", "1.1052 1.0513 0.9048 1.0833 1.0202", ratio[0, :5])
+    on_page("01", "| ρ, answer 2 |", "0.9512 1.1052 0.9231 1.0513", ratio[1, :4])
+    on_page("01", "| ℓ, answer 1 |", "-1.3538 -1.2878 -1.1084 -1.3270 -1.2497 -6.326841 -1.26537", losses[0, :5],
+            losses[0].sum(), losses[0].sum() / 5)
+    on_page("01", "| ℓ, answer 2 |", "1.1653 1.3538 1.1308 1.2878 4.937715 1.23443", losses[1, :4], losses[1].sum(),
+            losses[1].sum() / 4)
+    on_page("01", "The 15 token losses", "-6.326841 4.937715 -1.389126", losses[:2].sum(1), losses.sum())
+
+
+def test_the_numbers_of_the_texts_from_which_these_pages_grew():
+    """Groups 001 and 004: squares, both stds, TRL's advantages; the ratio of an answer of ten tokens; what the clip
+    leaves; a mean of losses; the least loss at A = -0.5; what three answers weigh; a pad of -inf; ten losses"""
+    mean, std = grpo.group_stats(ESSAYS, 3, correction=0)
+    assert (ESSAYS - mean).square().tolist() == approx([4.988, 0.0044, 4.694], abs=5e-4)
+    assert (std.square().item(), std.item()) == (approx(3.2289, abs=5e-5), approx(1.7969, abs=5e-5))
+    assert grpo.group_advantages(ESSAYS, 3).tolist() == approx([1.01476, -0.03029, -0.98446], abs=5e-6)
+    each = grpo.importance_ratio(f64([[-2.1] * 10]), f64([[-2.3] * 10]), torch.ones(1, 10))
+    one = grpo.importance_ratio(f64([[-2.1] * 10]), f64([[-2.3] * 10]), torch.ones(1, 10),
+                                importance_sampling_level="sequence")
+    assert [round(x, 4) for x in (each[0, 0].item(), one.item())] == [1.2214, 1.2214]
+    assert [round(x, 2) for x in (each.prod().item(), each.prod().item() * 1.24)] == [7.39, 9.16]
+    loss = grpo.clipped_surrogate_loss(each.requires_grad_(), torch.full_like(each, 1.24))
+    assert loss[0, 0].item() == approx(-1.488) and gradient(loss, each).count_nonzero() == 0
+    of_clip, of_none = [grpo.clipped_surrogate_loss(f64([1.5]), f64([1.225]), epsilon_high=e) for e in (0.2, math.inf)]
+    assert (of_clip.item(), of_none.item()) == (approx(-1.47), approx(-1.8375))
+
+    r = f64([1, 0, 0.5])
+    stds = [grpo.group_stats(r, 3, correction=correction)[1].item() for correction in (0, 1)]
+    assert stds == approx([0.408, 0.5], abs=5e-4)
+    for options, A in ((BY_G, [1.225, -1.225, 0]), (dict(eps=0), [1, -1, 0]), (UNSCALED, [0.5, -0.5, 0])):
+        assert grpo.group_advantages(r, 3, **options).tolist() == approx(A, abs=5e-4)
+    assert grpo.aggregate(f64([[-0.3], [0.2], [0]]), torch.ones(3, 1), loss_type="grpo").item() == approx(-0.1 / 3)
     rho = torch.linspace(0, 3, 301)
-    on_page("errors", "0.4", grpo.clipped_surrogate_loss(rho, torch.full_like(rho, -0.5)).min())
+    assert grpo.clipped_surrogate_loss(rho, torch.full_like(rho, -0.5)).min().item() == approx(0.4)
     losses = torch.zeros(3, 6, requires_grad=True)
     for loss_type, want in (("grpo", [1 / 3, 1 / 3, 1 / 3]), ("dapo", [5 / 15, 4 / 15, 6 / 15]),
                             ("dr_grpo", [5 / 18, 4 / 18, 6 / 18])):
         loss = grpo.aggregate(losses, LENGTHS, loss_type=loss_type, max_completion_length=6)
         assert gradient(loss, losses).sum(1).tolist() == approx(want), loss_type
+    padded = f64([-math.inf])
+    assert (padded - padded).isnan().all()                              # a mask is needed, no pad value serves
+    for loss_type, *want in (("grpo", -0.010313, -0.008417), ("bnpo", -0.092608, -0.075584),
+                             ("dapo", -0.092608, -0.075584), ("dr_grpo", -0.077174, -0.062986)):
+        for A, by_hand in zip((1.225, 0.9998), want):
+            loss, _ = grpo.grpo_loss(LOG_RATIOS, A * f64([1, -1, 0]), LENGTHS, old_logps=torch.zeros_like(LOG_RATIOS),
+                                     loss_type=loss_type, max_completion_length=6)
+            assert loss.item() == approx(by_hand, abs=5e-7), (A, loss_type)
 
 
 def test_the_numbers_of_page_02():
-    """The policy of two words: forty updates, new answers for every fourth"""
+    """The policy of two words: forty updates, new answers for every fourth; a KL term of four hundredths"""
     words, theta, ratios, losses = torch.tensor([[0], [1]]), f64([0, 0]).requires_grad_(), [], []
+    logits = [0.0]
     for update in range(40):
         logps = theta.log_softmax(0)[words]
         old_logps = logps.detach() if update % 4 == 0 else old_logps
@@ -105,59 +157,128 @@ def test_the_numbers_of_page_02():
         ratios.append((logps - old_logps).exp())
         losses.append(loss.item())
         theta = (theta - 0.2 * gradient(loss, theta)).detach().requires_grad_()
-    on_page("02", "1 1 1.0997 0.9003 1.1964 0.8036 1.2869 0.7131", *ratios[:4])
+        logits.append(theta[0].item())
+    for update, row in enumerate(("1 1 0", "1.0997 0.9003 -0.0997", "1.1964 0.8036 -0.1964", "1.2869 0.7131 -0.2"), 1):
+        on_page("02", f"| {update} | ", row, ratios[update - 1], losses[update - 1])
+    on_page("02", "| 4 | ", "0.2951", logits[3])
+    on_page("02", "The first update takes", "1.0997 0.9003", ratios[1])
+    right = f64([0.1, -0.1]).softmax(0)[0]
+    on_page("02", "To check update 2", "0.54983 0.54983 0.5 1.0997", right, right, 0.5, right / 0.5)
     lowest = [min(losses[start : start + 4]) for start in range(0, 40, 4)]
     assert lowest == sorted(lowest)
-    on_page("02", "-0.200 -0.103 0.99", lowest[0], lowest[-1], theta.softmax(0)[0])
+    highest = max(ratio[0, 0] for ratio in ratios[-4:])
+    on_page("02", "It *rises*", "-0.200 -0.103 0.97 1.03", lowest[0], lowest[-1], 0.97, 1 / 0.97)
+    on_page("02", "It *rises*", "1.0060 1.0060 -0.103", highest, highest, lowest[-1])
+    on_page("02", "climbs from", "0.5 0.99", 0.5, theta.softmax(0)[0])
+    k3 = grpo.kl_estimate(f64([0.3, -0.3]), f64([0, 0]))
+    on_page("02", "**A KL term.**", "0.0408 0.0499 0.0453 0.0018", k3, k3.mean(), 0.04 * k3.mean())
 
 
-def test_the_numbers_of_pages_03_to_08():
-    """An update that jumps over the limit; the std of easy and hard questions; silent groups, p^G + (1 - p)^G; several
-    rewards; the softmax's denominator, two temperatures, and the weight of a sampler that disagrees"""
-    right = f64([0.5, -0.5]).softmax(0)[0]                              # 1 times page 2's gradient
-    on_page("03", "0.7311 1.462", right, right / 0.5)
+def test_the_numbers_of_page_03():
+    """The pull of a rare token; an answer of ten tokens; an update that jumps over the limit"""
     for now, text in ((0.01, "-0.99"), (0.5, "-25")):                   # drawn at 0.01; another token has the rest
         logits = f64([now, 1 - now]).log().requires_grad_()
         ratio = (logits.log_softmax(0)[:1] - math.log(0.01)).exp()
-        on_page("03", text, gradient(grpo.clipped_surrogate_loss(ratio, f64([1]), epsilon_high=math.inf), logits)[0])
-    for right, text in ((1, "2.65 0.875"), (4, "1 0.5")):
-        rewards = (torch.arange(8) < right).double()
-        on_page("04", text, *[grpo.group_advantages(rewards, 8, **options)[0] for options in (BY_G, UNSCALED)])
-    for p, text in ((0.5, "0.5 0.0078 0.00003 0"), (0.9, "0.82 0.4305 0.1853 0.0012"),
-                    (0.99, "0.9802 0.9227 0.8515 0.5256")):
-        on_page("06", text, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)])
-    on_page("06", "0.33 0.9227 0.0175", *[p**8 + (1 - p) ** 8 for p in (0.87, 0.99, 0.4)])
-    on_page("06", "0.872 0.7417", (4 * 0.99 + 0.4) / 5, (4 * 0.9227 + 0.0175) / 5)
+        of_logit = gradient(grpo.clipped_surrogate_loss(ratio, f64([1]), epsilon_high=math.inf), logits)[0]
+        on_page("03", "does not know when to stop", text, of_logit)
+    rho = f64([[0.2] * 10]).exp()
+    for A, text in ((1.24, "1.24 1.2214 1.24 1.5145 1.2 1.24 1.488 -1.488"), (-1.24, "-1.24 -1.5145 -1.488 1.5145")):
+        loss, pushed = grpo.clipped_surrogate_loss(rho, torch.full_like(rho, A))[0, 0], (rho * A)[0, 0]
+        in_cells = [1.24, rho[0, 0], 1.24, pushed, 1.2, 1.24, 1.2 * A, loss] if A > 0 else [A, pushed, 1.2 * A, loss]
+        on_page("03", f"| A = {A} |", text, *in_cells)
+    on_page("03", "The answer as a whole", "7.39 1.2214", rho.prod(), rho.prod() ** 0.1)
+    right = f64([0.5, -0.5]).softmax(0)[0]                              # 1 times page 2's gradient
+    on_page("03", "One update can jump", "0.7311 1.462", right, right / 0.5)
+
+
+def test_the_numbers_of_page_04():
+    """Logits after updates, and the mean length of wrong and right answers; the std of easy and hard questions; a
+    denominator that the neighbor decides"""
+    mask, A = torch.arange(8) < torch.tensor([[2], [8], [2], [8]]), f64([1, 1, -1, -1])
+    for loss_type, wrong, right in (("grpo", "5 6.08 6.91 7.43 7.72", "5 3.92 3.09 2.57 2.28"),
+                                    ("dapo", "5 5 5 5 5", "5 5 5 5 5")):
+        theta, lengths = f64([0, 0, 0, 0]), []
+        for _ in range(5):
+            p = theta.requires_grad_().softmax(0)
+            lengths.append([(p[pair] @ f64([2, 8]) / p[pair].sum()).item() for pair in ([2, 3], [0, 1])])
+            logps = torch.cat([theta.log_softmax(0).unsqueeze(1), torch.zeros(4, 7)], 1)    # a choice, then certainty
+            loss, _ = grpo.grpo_loss(logps, A, mask, loss_type=loss_type)
+            theta = (theta - 8 * gradient(loss, theta)).detach()
+        wrongs, rights = zip(*lengths)
+        on_page("04", f"| {loss_type}: a wrong answer |", wrong, *wrongs)
+        on_page("04", f"| {loss_type}: a right answer |", right, *rights)
+    on_page("04", "With odds of", "2.117 1 2.117 8 1 2 3.117 6.08", math.exp(0.75), 1, math.exp(0.75), 8, 1, 2,
+            math.exp(0.75) + 1, (8 * math.exp(0.75) + 2) / (math.exp(0.75) + 1))
+    lengths = torch.arange(18) < torch.tensor([[2], [2], [2], [18]])
+    advantages = f64([0.25, 0.25, 0.25, -0.75])
+    losses = [grpo.grpo_loss(torch.zeros(4, 18), advantages, lengths, loss_type=loss_type)[0].item()
+              for loss_type in ("grpo", "dapo")]
+    on_page("04", "though its gradient is not", "0 24 0.5", losses[0], 24, losses[1])
+    for T_max, text in ((8, "0.0625"), (2, "0.25"), (10, "0.05")):
+        token_losses = torch.zeros(2, 8, requires_grad=True)
+        loss = grpo.aggregate(token_losses, torch.ones(2, 8), loss_type="dr_grpo", max_completion_length=T_max)
+        on_page("04", "the neighbor decides", text, gradient(loss, token_losses)[0, 0])
+    by_right = [grpo.group_advantages((torch.arange(8) < right).double(), 8, **options)[0]
+                for right in (1, 4) for options in (UNSCALED, BY_G)]
+    on_page("04", "leaves the std out", "0.875 2.65 0.5 1", *by_right)
+
+
+def test_the_numbers_of_page_06():
+    """Silent groups, p^G + (1 - p)^G; a mean over easy and hard questions"""
+    for p, text in ((0.5, "0.5 0.5 0.0078 0.00003"), (0.9, "0.9 0.82 0.4305 0.1853 0.0012"),
+                    (0.99, "0.99 0.9802 0.9227 0.8515 0.5256")):
+        on_page("06", f"| {p} | ", text, p, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)][: len(text.split()) - 1])
+    on_page("06", "the formula gives", "0.33", 0.87**8 + 0.13**8)
+    on_page("06", "the formula gives", "0.872 0.9227 0.0175 0.7417", (4 * 0.99 + 0.4) / 5, 0.99**8 + 0.01**8,
+            0.4**8 + 0.6**8, (4 * 0.9227 + 0.0175) / 5)
+
+
+def test_the_numbers_of_page_07():
+    """Several rewards; twice the weights; None and 0"""
     rewards = f64([0.94, 0.91, -0.06])
-    on_page("07", "0.5967 0.4645", *grpo.group_stats(rewards, 3, correction=0))
-    on_page("07", "0.3433 0.6867", *[grpo.group_advantages(r, 3, **UNSCALED)[0] for r in (rewards, 2 * rewards)])
-    on_page("07", "-1.1547", grpo.group_advantages(f64([1, 1, 0]), 3, eps=0)[2])
+    on_page("07", "| 1, 0.8 |", "0.5967 0.4645", *grpo.group_stats(rewards, 3, correction=0))
+    on_page("07", "Twice the weights", "0.3433 0.6867", *[grpo.group_advantages(r, 3, **UNSCALED)[0]
+                                                          for r in (rewards, 2 * rewards)])
+    on_page("07", "A 0 is a grade", "-1.1547", grpo.group_advantages(f64([1, 1, 0]), 3, eps=0)[2])
+
+
+def test_the_numbers_of_page_08():
+    """The denominator of a softmax, two temperatures, the weight of a sampler that disagrees"""
     logits = f64([2, 1, 0])
     too_likely = logits.log_softmax(0) - (logits / 0.5).log_softmax(0)
-    on_page("08", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
-    on_page("08", "0.767 2.086 0.735", too_likely.exp()[:2], too_likely[1])
-    on_page("08", "1.1052 2", variants.truncated_importance_ratio(f64([-1, -3]), f64([-1.1, -5])))
+    on_page("08", "e² + e + 1", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
+    on_page("08", "At temperature 0.5", "2.086 0.767", too_likely.exp()[1], too_likely.exp()[0])
+    on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[1])
+    on_page("08", "another program samples", "1.1052 2", variants.truncated_importance_ratio(
+        f64([-1, -3]), f64([-1.1, -5])))
 
 
 def test_the_numbers_of_page_09():
     """Spreads of k1, k2, k3; a token that is almost lost; the KL in the reward or in the loss"""
     pi, ref, lost = f64([0.5, 0.25, 0.25]), f64([0.25, 0.25, 0.5]), f64([0.6, 0.399, 0.001])
-    for p, estimator, std in ((pi, "k1", "0.5747"), (pi, "k2", "0.1040"), (pi, "k3", "0.1103"), (lost, "k1", "0.30"),
-                              (lost, "k3", "15.6")):
+    def spread(p, estimator):
         k = grpo.kl_estimate(p.log(), ref.log(), estimator=estimator)
-        on_page("09", std, (p @ (k - p @ k).square()).sqrt())
-    for estimator, of_lost in (("k2", "-0.007"), ("k3", "-0.499")):
+        return (p @ (k - p @ k).square()).sqrt()
+
+    for estimator, row, text in (("k1", "| k1 | 0.6931", "0.5747"), ("k2", "| k2 | ½", "0.1040"),
+                                 ("k3", "| k3 | ½", "0.1103")):
+        on_page("09", row, text, spread(pi, estimator))
+    on_page("09", "do not count on it", "15.6 0.30", spread(lost, "k3"), spread(lost, "k1"))
+    of_lost = []
+    for estimator in "k2", "k3":
         logits = lost.log().requires_grad_()
         k = grpo.kl_estimate(logits.log_softmax(0), ref.log(), estimator=estimator)
-        on_page("09", of_lost, gradient(lost @ k, logits)[2])           # the weights are constants
+        of_lost.append(gradient(lost @ k, logits)[2])                   # the weights are constants
+    on_page("09", "calls the token back", "-0.007 -0.499", *of_lost)
 
     k1, mask, scores = f64([[0.1, -0.2, 0.3], [0, 0, 0]]), torch.ones(2, 3), f64([1, 1])
     in_reward = variants.kl_penalized_rewards(scores, k1, 0 * k1, mask, beta=0.1).sum(1)
-    on_page("09", "0.98 1 0.99 0.01414", in_reward, in_reward.mean(), in_reward.std())
-    on_page("09", "-0.7071 0.7071", grpo.group_advantages(in_reward, 2, eps=0))
+    on_page("09", "The rewards are 1 - 0.1", "0.98 1 0.99 0.01414", in_reward, in_reward.mean(), in_reward.std())
+    on_page("09", "The rewards are 1 - 0.1", "-0.7071", grpo.group_advantages(in_reward, 2, eps=0)[0])
     k3 = grpo.kl_estimate(k1, 0 * k1)[0]
-    on_page("09", "0.0048 0.0214 0.0408 0.0224", k3, k3.mean())
-    on_page("09", "0.00112", grpo.grpo_loss(k1, 0 * scores, mask, ref_logps=0 * k1, beta=0.1, loss_type="grpo")[0])
+    on_page("09", "in the loss instead", "0.0048 0.0214 0.0408 0.0224", k3, k3.mean())
+    loss, _ = grpo.grpo_loss(k1, 0 * scores, mask, ref_logps=0 * k1, beta=0.1, loss_type="grpo")
+    on_page("09", "in the loss instead", "0.00112", loss)
 
 
 # Page 10 ----------------------------------------------------------------------------------------------------
@@ -181,7 +302,7 @@ def pushes(A, log_ratios, mask=MASK, **options):
 def test_the_numbers_of_page_10():
     """One batch: the push of each method on answer 1; GSPO's section and DAPO's; the grades of 47 + 85, more steps"""
     A, drift = grpo.group_advantages(R, 4, **BY_G), moved(0, 0.23, 0.4)
-    on_page("10", "1 1.2586 1.4918", drift[0].exp())
+    on_page("10", "| ρ: how many times", "1 1.2586 1.4918", drift[0].exp())
     grades = f64([[1, 1, 1], [1, 1, math.nan], [1, 1, 0], [0, math.nan, math.nan]])
     by_step = grpo.process_advantages(grades, torch.arange(3).expand(4, 3), MASK, 4, **BY_G)
     token_rewards = variants.kl_penalized_rewards(R, STILL, STILL, MASK, beta=0)
@@ -192,13 +313,13 @@ def test_the_numbers_of_page_10():
     sequence, narrow = dict(importance_sampling_level="sequence"), dict(epsilon_low=3e-4, epsilon_high=4e-4)
     gspo, sapo = clip | sequence | narrow, clip | dict(policy_loss="sapo")
     per_answer, dr_grpo = [dict(loss_type="dr_grpo", max_completion_length=T_max) for T_max in (1, 3)]
-    on_page("10", "0.1336", pushes(by_step, drift, **clip).sum())                       # process supervision
-    on_page("10", "0.0333", pushes(by_critic, drift, **clip).sum())                     # PPO
-    on_page("10", "0.75", pushes(R, STILL, **per_answer).sum())                         # REINFORCE
-    on_page("10", "0.5", pushes(of_others, STILL, **per_answer).sum())                  # RLOO: 3 · 2/3 / 4
-    on_page("10", "0.0417", pushes(centred, drift, **dr_grpo).sum())
-    on_page("10", "0.3036 1.6036", pushes(A, drift, **sapo).sum(), by_step[0, 0])
-    on_page("10", "1 1.2378 1.4051", 12 * pushes(A, drift, **sapo))
+    on_page("10", "| process supervision | 1", "1.6036 1.0690 0.5345 0.1336", by_step[0],
+            pushes(by_step, drift, **clip).sum())
+    on_page("10", "| PPO | 0.4", "0.4 0.3 0.1 0.0333", by_critic[0], pushes(by_critic, drift, **clip).sum())
+    on_page("10", "| REINFORCE | 1, 1, 1", "0.75", pushes(R, STILL, **per_answer).sum())
+    on_page("10", "| RLOO | ⅔", "0.5", pushes(of_others, STILL, **per_answer).sum())
+    on_page("10", "| Dr. GRPO | 0.5", "0.5 0.0417", centred[0], pushes(centred, drift, **dr_grpo).sum())
+    on_page("10", "| SAPO | 1 |", "1 1.2378 1.4051 0.3036", 12 * pushes(A, drift, **sapo), pushes(A, drift, **sapo).sum())
     for options, pushed, on_policy in ((clip, 1, 0.25), (gspo, 0, 0.25), (sapo, 3, 0.25), (dapo, 2, 3 / 9),
                                        (cispo, 3, 3 / 9)):
         assert pushes(A, drift, **options).count_nonzero() == pushed, options
@@ -206,17 +327,20 @@ def test_the_numbers_of_page_10():
 
     cancels = moved(0, 0.3, -0.5)
     ratios = [grpo.importance_ratio(log_ratios, STILL, MASK, **sequence)[0] for log_ratios in (drift, cancels)]
-    on_page("10", "1.2337 0.9355 1.3499", *ratios, cancels[0, 1].exp())
-    on_page("10", "0.0780 0.0780 0.0780", pushes(A, cancels, **gspo))
+    on_page("10", "GSPO gives the whole answer", "1.2337", ratios[0])
+    on_page("10", "rises and falls can cancel", "0.9355", ratios[1])
+    each = pushes(A, cancels, **gspo)
+    on_page("10", "All three, each by", "0.9355 0.0780 1.3499", ratios[1], each[0], cancels[0, 1].exp())
+    assert len(set(each.tolist())) == 1
     assert pushes(A, cancels, **clip)[1] == 0
     A = grpo.group_advantages(f64([1, 1, 0, 0, 1, 1, 1, 1]), 4, **BY_G)   # one more group, silent, of the same lengths
-    on_page("10", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
+    on_page("10", "dynamic sampling", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
 
-    on_page("10", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
+    on_page("10", "The five grades", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
     for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
                                 ([[1, 1], [1, 0]], [[1, 3], [1, 3]], "1.1547")):
         A = grpo.process_advantages(f64(grades), torch.tensor(ends), torch.ones(2, 4), 2, **BY_G)
-        on_page("10", first, A[0, 0])
+        on_page("10", "This has a price", first, A[0, 0])
 
 
 def test_the_numbers_of_page_10_on_baselines():
@@ -236,11 +360,12 @@ def test_the_numbers_of_page_10_on_baselines():
         assert torch.allclose(mean, p * (r - p @ r))                    # the true gradient of the mean reward
         return chances @ (gradients - mean).square().sum(1)
 
-    on_page("10", "0.6", p @ r)
-    for b, text in ((0, "0.1662"), (0.6, "0.0438"), (10, "56.4062")):
-        on_page("10", text, variance(lambda rewards, G: rewards - b, 1))
-    for G, text in ((2, "0.1172 0.0831"), (4, "0.0268 0.0416")):
-        on_page("10", text, variance(variants.leave_one_out_advantages, G), variance(lambda rewards, G: rewards, G))
+    on_page("10", "so that the mean reward is", "0.6", p @ r)
+    fixed = [variance(lambda rewards, G: rewards - b, 1) for b in (0, 0.6, 10)]
+    on_page("10", "| variance of", "0.1662 0.0438 56.4062", *fixed)
+    of_others, plain = variants.leave_one_out_advantages, lambda rewards, G: rewards
+    on_page("10", "The one without a baseline", "0.0831 0.1172 0.0268 0.0416", variance(plain, 2), variance(of_others, 2),
+            variance(of_others, 4), variance(plain, 4))
 
 
 # The runs ---------------------------------------------------------------------------------------------------
@@ -255,7 +380,7 @@ def test_the_numbers_of_the_demos_runs():
         means = [good[name][:10].mean(), good[name][-10:].mean(), collapse[name][-10:].mean()]
         assert [float(cell) for cell in cells.split(" | ")] == approx(means, abs=6e-4), name
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
-    on_page("11", "0.48 0.12 0.02 0.03 0.27", right[:3], entropy[0], entropy.max())
+    on_page("11", "**The first two steps", "0.48 0.12 0.02 0.03 0.27", right[:3], entropy[0], entropy.max())
     assert right[3:].max() < 0.07
     assert len(collapse) == 60 and (collapse["grad_norm"] > 0).sum() == 40 and (good["grad_norm"] > 0).sum() == 59
     assert abs(good["loss"]).max() < 0.08 and abs(collapse["loss"]).max() < 0.08
@@ -269,11 +394,11 @@ def test_the_numbers_of_the_demos_runs():
 def test_the_numbers_of_page_06s_runs():
     """Its table of three seeds; two learn, and in 67 of the third's 100 steps all 32 groups are silent"""
     table = figures.csv("two_digit_sums.csv")
-    for seed, text in ((42, "0.97 0.77 1.96 0.05 0.87"), (43, "0.97 1.00 2.09 0.16 0.01"),
-                       (44, "0.94 0.74 1.87 0.06 0.88")):
-        run = table[table["run"] == f"seed {seed}"]
-        silent, entropy, reward = [run[-10:][metric].mean() for metric in ("silent", "entropy", "reward")]
-        on_page("06", text, run["silent"][0], silent, run["entropy"][0], entropy, reward)
+    runs = [table[table["run"] == f"seed {seed}"] for seed in (42, 43, 44)]
+    on_page("06", "| sampled answers right", "0.87 0.01 0.88", *[run["reward"][-10:].mean() for run in runs])
+    for metric, row, text in (("silent", "| silent groups, step 1", "0.97 0.77 0.97 1.00 0.94 0.74"),
+                              ("entropy", "| entropy, step 1", "1.96 0.05 2.09 0.16 1.87 0.06")):
+        on_page("06", row, text, *[x for run in runs for x in (run[metric][0], run[metric][-10:].mean())])
     stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
@@ -287,12 +412,13 @@ def test_the_numbers_of_page_07s_runs():
     seeds = runs[numpy.char.startswith(runs["run"], "seed")]
     first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
     for metric, text in (("silent", "0.69 0.67"), ("entropy", "1.94 0.13")):
-        on_page("07", text, first[metric].mean(), last[metric].mean())
+        on_page("07", "to 0.13 nats", text, first[metric].mean(), last[metric].mean())
     for seed, text in ((42, "0.06 0.81"), (43, "0.05 0.84"), (44, "0.05 0.95")):
-        on_page("07", text, *[part["reward"][part["run"] == f"seed {seed}"].mean() for part in (first, last)])
+        means = [part["reward"][part["run"] == f"seed {seed}"].mean() for part in (first, last)]
+        on_page("07", f"| {seed} | 0.31 |", text, *means)
     too_fast = runs[(runs["run"] == "rate 1e-4") & (runs["step"] >= 4)]
     assert (too_fast["silent"] == 1).all() and (too_fast["grad_norm"] == 0).all()
-    for run, step, text in (("hacked", 1, "1.78 1.06"), ("mended", 1, "1.59 1.06"), ("hacked", 10, "3.09 2.31"),
-                            ("mended", 10, "1.82 1.06")):
-        line, = runs[(runs["run"] == run) & (runs["step"] == step)]
-        on_page("07", text, line["reward"], line["mentions"])
+    for run, text, its in (("hacked", "1.78 3.09 1.06 2.31", ["reward", "mentions"]), ("mended", "1.59 1.82", ["reward"])):
+        begun, ended = [runs[(runs["run"] == run) & (runs["step"] == step)] for step in (1, 10)]
+        on_page("07", "The desert was a desert", text, *[x[name][0] for name in its for x in (begun, ended)])
+    assert begun["mentions"][0] == ended["mentions"][0] == approx(1.06, abs=5e-3)
