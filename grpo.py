@@ -606,7 +606,7 @@ def encode_prompts(tokenizer, prompts, device):
 def ends_of_an_answer(policy, tokenizer):
     """The EOS ids, and the added token with which the chat template ends a turn, if it has one.
 
-    A base model's EOS is often another token: in a chat its answers would run to the limit.
+    A base model's EOS is often another token; without this one a chat answer runs to the limit.
     """
     added = tokenizer.added_tokens_decoder                     # id -> token
     of_config = set(numpy.atleast_1d(policy.generation_config.eos_token_id))
@@ -619,7 +619,7 @@ def ends_of_an_answer(policy, tokenizer):
 
 
 def sample_rollout(policy, tokenizer, examples, config, rng=None):
-    """Algorithm 1, line 7: sample G answers to each prompt, B rows; without rng one, greedily."""
+    """Algorithm 1, line 7: sample G answers to each prompt (B rows); without rng, a greedy one."""
     G = config.num_generations if rng else 1
     shape = len(examples) * G, config.max_completion_length
     uniforms = torch.tensor(rng.random(shape), device=policy.device) if rng else None
@@ -671,7 +671,7 @@ def evaluate(policy, tokenizer, dataset, reward_funcs, config, *, shown=0):
         rollout = sample_rollout(policy, tokenizer, examples, config)
         rewards_per_func.append(compute_rewards(reward_funcs, rollout))         # (rows, F)
         rewards = combine_rewards(rewards_per_func[-1], config.reward_weights)  # (rows,)
-        for i in range(start, min(shown, len(examples))):
+        for i in range(start, min(shown, len(examples))):      # of the first batch
             tqdm.write(one_line(rollout, i, rewards[i].item()))
     means = torch.cat(rewards_per_func).nanmean(0).tolist()                     # (F,)
     return {function.__name__: mean for function, mean in zip(reward_funcs, means)}
@@ -692,16 +692,16 @@ class GRPOConfig:
     num_generations: int = flag(8, "G, completions for each prompt: 2 or more")
     generation_batch_size: int = flag(64, "B, completions of a step: a multiple of G")
     num_iterations: int = flag(1, "mu, passes over each batch, 1 or more")
-    num_mini_batches: int = flag(1, "parts of a pass, random, one update each: 1 to B")
+    num_mini_batches: int = flag(1, "random parts of a pass, one update each: 1 to B")
     per_device_train_batch_size: int = flag(8, "rows scored at once: memory, not maths")
     max_completion_length: int = flag(512, "T_max, the longest completion in tokens")
     temperature: float = flag(1.0, "of sampling and of scoring, above 0")
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = flag("dapo", "the denominators of the loss")
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = flag("dapo", "what divides token losses")
     policy_loss: Literal["clip", "cispo", "sapo"] = flag("clip", "the policy term")
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
     epsilon: float = flag(0.2, "with clip: range below 1; also above, if epsilon_high is None")
     epsilon_high: float | None = flag(None, "clip: range above 1; cispo: cap of the ratio (5)")
-    delta: float | None = flag(None, "with clip: cap of the ratio, at least 1 + epsilon_high")
+    delta: float | None = flag(None, "with clip: cap of ρ in ρ·A, at least 1 + epsilon_high")
     beta: float = flag(0.0, "weight of the KL term; 0: no reference model")
     use_bias_correction_kl: bool = flag(False, "with beta > 0: the KL estimate times the ratio")
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "whose std divides r - mean")
@@ -713,7 +713,7 @@ class GRPOConfig:
     bf16: bool = flag(False, "bfloat16: autocast trains, a bfloat16 copy of the weights samples")
     full_determinism: bool = flag(False, "on a GPU: deterministic kernels, a third slower")
     save_steps: int = flag(10, "steps between checkpoints; only the last is kept")
-    eval_steps: int = flag(0, "steps between answers to eval_dataset; 0: before and after alone")
+    eval_steps: int = flag(0, "steps between answers to eval_dataset; 0: before and after only")
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -778,19 +778,19 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         if config.mask_truncated_completions:
             mask = mask * rollout.terminated.unsqueeze(1)                       # (B, T)
 
-        # Score, before the weights move. With one update a step, its own logps serve as old_logps.
+        # Score, before the weights move. A step's only update takes its own logps as old_logps.
         old_logps, ref_logps = None, None
         if num_updates > 1:
             old_logps = score_rollout(policy, rollout, config)                  # 6: (B, T)
         if state.reference:
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
-        # Learn. At beta 0 the gradient of a row of advantages 0 is 0: it is counted, not scored.
+        # Learn. At beta 0 a row of advantages 0 has no gradient: it counts in B and N, unscored.
         has_gradient = (mask if config.beta > 0 else mask * advantages).any(1)  # (B,)
         scored = rollout.sampler_logps.clone()                 # (B, T), log π_old of these rows
         sums = Counter({"loss": 0, "grad_norm": 0, "clip_ratio/low_mean": 0,
                         "clip_ratio/high_mean": 0, "clip_ratio/region_mean": 0})
-        state.optimizer.zero_grad()                            # a reward may have left a gradient
+        state.optimizer.zero_grad()                            # a reward function may have left one
         for _ in range(config.num_iterations):                                  # 10: μ passes
             for rows in torch.tensor(rng.permutation(B)).tensor_split(config.num_mini_batches):
                 num_tokens = mask[rows].sum().item()
@@ -858,8 +858,8 @@ def score_rows(model, rollout, rows, config):
     """The log-probs of these rows' completions under the model, in one pass: (rows, T).
 
     On purpose prompts have one column of padding more than in sampling: a model that sees padding,
-    or no positions, then disagrees with the sampler, and train ends where they differ by 1e-3 nats
-    (with bf16 by 1) on average. Answers are as wide as needed.
+    or ignores positions, then disagrees with the sampler. train ends if they differ on average by
+    1e-3 nats or more (with bf16 by 1). Answers are cut to the longest of these rows.
     """
     model.eval()                                               # a reward function may train it
     T = rollout.completion_mask[rows].sum(1).max().item()
@@ -953,7 +953,7 @@ def teacher_trace(prompt, forgets_carry):
 
 
 def cold_start(model, tokenizer, problems, seed, *, steps=400):
-    """Supervised learning from the teacher: minimize the mean of -log π over its tokens."""
+    """Imitate a teacher who forgets 4 carries of 5: minimize the mean of -log π of his tokens."""
     rng = numpy.random.default_rng([seed, 2])
     traces = [row["prompt"] + teacher_trace(row["prompt"], rng.random() < 0.8) for row in problems]
     ids = tokenizer(traces, padding=True, return_tensors="pt")["input_ids"].to(model.device)
@@ -973,7 +973,7 @@ def cold_start(model, tokenizer, problems, seed, *, steps=400):
 def load_dataset(path, policy=None, tokenizer=None, config=None):
     """Read JSON Lines: "prompt" (all texts, or all messages), further columns, the same in each.
 
-    With a policy each row is read as a step reads it, so that no run ends at a row drawn late.
+    With a policy each row is read as a step reads it: a bad row is found now, not when drawn.
     """
     rows, unwritten = [], []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -1001,6 +1001,7 @@ def can_be_answered(row, policy, tokenizer, config):
     assert config.max_completion_length <= room, (
         f"max_completion_length: got {config.max_completion_length}; this prompt allows {room}")
     assert prompt_ids[0, -1] not in ends_of_an_answer(policy, tokenizer), "the prompt has an EOS"
+    assert text_of(prompt), "the prompt has no text"
     assert isinstance(prompt, str) or prompt[-1]["role"] != "assistant", "the prompt has an answer"
     if not isinstance(solution, str):
         return True
@@ -1108,7 +1109,7 @@ def load_job(options, config):
 
 
 def save_checkpoint(policy, tokenizer, state, arguments, folder):
-    """Write folder/checkpoint-STEP in Hugging Face's format, renamed to this when it is whole."""
+    """Write folder/checkpoint-STEP in Hugging Face's format; until it is whole, as STEP.part."""
     from transformers.trainer_utils import rotate_checkpoints
     part = folder / f"checkpoint-{state.step}.part"
     policy.save_pretrained(part)
@@ -1162,12 +1163,12 @@ def write_progress(recent, rollout, config):
 
 
 def main(argv):
-    """Run a command line: load, answer, train, answer again."""
+    """Run a command line: load, evaluate, train, evaluate again."""
     options, config, saved = parse_options(argv)
     policy, tokenizer, dataset, reward_funcs, held_out = load_job(options, config)
     job = policy, tokenizer, held_out, reward_funcs, config
     state, recent = initial_state(policy, config), []
-    state.before = saved.get("before")                         # held-out accuracy before step 1
+    state.before = saved.get("before")                         # held-out rewards before step 1
     if saved:
         print(f"from step {saved['step']} of {config.max_steps}")
         state.step = saved["step"]
