@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import matplotlib
 import pytest
 import torch
 from conftest import EXAMPLES, by_row, command
@@ -76,6 +77,61 @@ def test_it_takes_the_flags_of_grpo_and_prints_or_writes(data, capsys):
     held = json.loads((data / "group.json").read_text())
     assert len(held["updates"]) == 11 and held["old_logps"] == held["updates"][0]
     assert all(before != after for before, after in itertools.pairwise(held["updates"]))
+
+
+def words_in(figure):
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+
+
+def test_the_heat_map_has_page_01s_averages():
+    """By hand: answer 1's token losses add up to -6.326841, answer 2's to 4.937715"""
+    one, two = -6.326841, 4.937715
+    wanted = {"−1.2654": one / 5, "+1.2344": two / 4, "sum of the 15: −1.3891": one + two,
+              "grpo: −0.0103": (one / 5 + two / 4) / 3, "dapo: −0.0926": (one + two) / 15,
+              "dr_grpo: −0.0772": (one + two) / (3 * 6)}
+    for text, number in wanted.items():
+        assert figures.signed(number, 4) == text.split(": ")[-1]
+    assert wanted.keys() <= {*words_in(figures.three_averages())}
+
+
+def test_the_sawtooth_returns_to_0_and_its_lows_rise_while_the_policy_gets_better():
+    right, losses = (line.get_ydata() for line in figures.sawtooth().findobj(matplotlib.lines.Line2D)
+                     if len(line.get_ydata()) == 40)
+    assert right[0] == 0.5 and right[-1] > 0.985 and all(a <= b for a, b in itertools.pairwise(right))
+    lows = [min(losses[start:start + 4]) for start in range(0, 40, 4)]
+    assert lows[0] == pytest.approx(-0.2) and lows[-1] == pytest.approx(-0.103, abs=5e-4) and lows == sorted(lows)
+    assert losses[::4] == pytest.approx([0] * 10, abs=1e-12)
+
+
+def test_under_grpo_wrong_answers_grow_by_page_04s_odds():
+    """An update multiplies the odds of long to short by e^0.75 for the wrong ones, by e^-0.75 for the right ones"""
+    for sign, lengths in zip((-1, 1), figures.mean_lengths("grpo").T):
+        assert lengths == pytest.approx([2 + 6 / (1 + math.exp(-sign * 0.75 * k)) for k in range(5)])
+    assert figures.mean_lengths("dapo") == pytest.approx(5)
+    assert {"6.08", "6.91", "7.43", "7.72", "3.92", "3.09", "2.57", "2.28"} < {*words_in(figures.growing_answers())}
+
+
+def test_a_square_has_the_area_of_its_weight():
+    squares = [square for axis in figures.token_weights().axes for square in axis.patches]
+    areas = [square.get_width() * square.get_height() / 8 for square in squares]
+    wanted = [[w_2] * 2 + [w_8] * 8 for w_2, w_8 in ((1 / 8, 1 / 32), (1 / 20, 1 / 20), (1 / 40, 1 / 40))]
+    assert areas == pytest.approx(sum(wanted, []))
+
+
+def test_the_fork_has_the_net_push_of_all_tokens():
+    """Under dapo: each of four answers A over the number of all tokens; at the tokens in common the pushes cancel"""
+    data, shared = figures.group()
+    net = [line.get_ydata()[-1] for line in figures.fork().axes[0].lines]
+    push = 4 * max(data["advantages"]) / sum(data["counts"]) * 1000
+    assert net == pytest.approx([0, 0, push, push, -push, -push])
+    assert all(answer["tokens"][:len(shared)] == shared for answer in data["answers"])
+
+
+def test_the_dots_of_seed_42_are_above_the_curve_of_equally_hard_questions():
+    """The first dot, of almost no right answers, is on it"""
+    reward, silent = figures.silent_groups().axes[0].lines[3].get_data()
+    above = silent - reward**8 - (1 - reward)**8
+    assert len(above) == 20 and above[0] == pytest.approx(0, abs=0.005) and (above[1:] > 0.2).all()
 
 
 def test_each_picture_can_be_drawn_and_is_committed_and_the_group_has_a_runs_pushes():
