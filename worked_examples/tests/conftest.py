@@ -62,6 +62,10 @@ def passes_of(model):
     return passes
 
 
+def question(text):
+    return [{"role": "user", "content": text}]
+
+
 SMALL = dict(num_generations=4, generation_batch_size=8, per_device_train_batch_size=8, max_completion_length=10,
              max_steps=1, learning_rate=0.01)
 
@@ -98,10 +102,36 @@ def cli(*arguments):
             code = grpo.main(words)
         except SystemExit as exit:
             code = exit.code
+            if isinstance(code, str):                               # as Python does: a text is printed, the code is 1
+                code = print(code, file=sys.stderr) or 1
         except (Exception, KeyboardInterrupt):
             traceback.print_exc()
             code = 1
     return SimpleNamespace(code=code or 0, out=out.getvalue(), err=err.getvalue())
+
+
+told = []                                                               # whom Python tells of each file that it touches
+sys.addaudithook(lambda event, args: [tell(event, args) for tell in told])
+
+
+@contextlib.contextmanager
+def disk_full_at(moment, folder):
+    """The change of this number below the folder, or of the folder itself, fails."""
+    changes = []
+
+    def tell(event, args):
+        is_change = event in ("os.rename", "shutil.rmtree") or event == "open" and args[1] in ("a", "w")
+        is_new = event == "os.mkdir" and not os.path.exists(args[0])
+        if (is_change or is_new) and str(args[0]).startswith(str(folder)):
+            changes.append(event)
+            if len(changes) == moment:
+                raise OSError(28, "a full disk")
+
+    told.append(tell)
+    try:
+        yield
+    finally:
+        told.remove(tell)
 
 
 def lines_of(folder):
@@ -139,7 +169,7 @@ def data(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rewards", raising=False)          # that of another test
-    chat = [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in PROBLEMS]
+    chat = [row | {"prompt": question(row["prompt"].rstrip("="))} for row in PROBLEMS]
     for name, rows in (("text", PROBLEMS), ("chat", chat)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rewards.py").write_text(
