@@ -1,18 +1,21 @@
 """The numbers of the pages that no code of a page asserts: they are on the page, and they are what comes out."""
 
 import itertools
+import json
 import math
 import re
+import sys
+from pathlib import Path
 
 import numpy
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, ROOT, cli
 from pytest import approx
 
 import grpo
 from test_grpo import f64
 from worked_examples import variants
-from worked_examples.scripts import figures
+from worked_examples.scripts import figures, small_model
 
 BY_G = dict(correction=0, eps=0)                                        # a std that divides by G, as on most pages
 UNSCALED = dict(scale_rewards="none")
@@ -169,7 +172,7 @@ def test_the_numbers_of_page_02():
     highest = max(ratio[0, 0] for ratio in ratios[-4:])
     on_page("02", "It *rises*", "-0.200 -0.103 0.97 1.03", lowest[0], lowest[-1], 0.97, 1 / 0.97)
     on_page("02", "It *rises*", "1.0060 1.0060 -0.103", highest, highest, lowest[-1])
-    on_page("02", "climbs from", "0.5 0.99", 0.5, theta.softmax(0)[0])
+    on_page("02", "Does the loss say more", "0.5 0.99", 0.5, theta.softmax(0)[0])
     k3 = grpo.kl_estimate(f64([0.3, -0.3]), f64([0, 0]))
     on_page("02", "**A KL term.**", "0.0408 0.0499 0.0453 0.0018", k3, k3.mean(), 0.04 * k3.mean())
 
@@ -187,7 +190,7 @@ def test_the_numbers_of_page_03():
         in_cells = [1.24, rho[0, 0], 1.24, pushed, 1.2, 1.24, 1.2 * A, loss] if A > 0 else [A, pushed, 1.2 * A, loss]
         on_page("03", f"| A = {A} |", text, *in_cells)
     on_page("03", "The answer as a whole", "7.39 1.2214", rho.prod(), rho.prod() ** 0.1)
-    right = f64([0.5, -0.5]).softmax(0)[0]                              # 1 times page 2's gradient
+    right = f64([0.5, -0.5]).softmax(0)[0]                              # a learning rate of 1 times page 2's gradient
     on_page("03", "One update can jump", "0.7311 1.462", right, right / 0.5)
 
 
@@ -223,8 +226,31 @@ def test_the_numbers_of_page_04():
     on_page("04", "leaves the std out", "0.875 2.65 0.5 1", *by_right)
 
 
+def test_the_numbers_of_page_05():
+    """Page 2's right word, if π_old stays; what a token weighs in the wrong sum of parts; an answer without a token"""
+    theta, right = f64([0, 0]).requires_grad_(), []
+    for _ in range(20):
+        logps = theta.log_softmax(0).unsqueeze(1)
+        loss, _ = grpo.grpo_loss(logps, f64([1, -1]), torch.ones(2, 1), old_logps=f64([[0.5], [0.5]]).log())
+        theta = (theta - 0.2 * gradient(loss, theta)).detach().requires_grad_()
+        right.append(theta.softmax(0)[0].item())
+    on_page("05", "keeps moving away", "1.2869 0.6434", right[2] / 0.5, right[-1])
+    assert len(set(right[2:])) == 1                                     # from the third update on it stays
+    weights = [1 / 2 / tokens for tokens in (4, 16)]
+    on_page("05", "No: (34/4 + 312/16)/2", "0.125 0.03125 0.05", *weights, 1 / 20)
+    mask = torch.arange(8) < torch.tensor([[2], [0], [8]])
+    losses = [grpo.aggregate(torch.ones(3, 8), mask, loss_type=loss_type, max_completion_length=10)
+              for loss_type in ("grpo", "dapo", "dr_grpo")]
+    on_page("05", "under grpo, 10/10", "0.6667 1 0.3333", *losses)
+
+
 def test_the_numbers_of_page_06():
-    """Silent groups, p^G + (1 - p)^G; a mean over easy and hard questions"""
+    """Groups with 1 and 4 right answers; silent groups, p^G + (1 - p)^G; a mean over easy and hard questions"""
+    for right, text in ((1, "0.125 0.35355 0.35365 2.4742 -0.3535"), (4, "0.5 0.53452 0.53462 0.9352 -0.9352")):
+        rewards = (torch.arange(8) < right).double()
+        mean, std = grpo.group_stats(rewards, 8)
+        A = grpo.group_advantages(rewards, 8)
+        on_page("06", f"| {right} | ", text, mean, std, std + 1e-4, A[0], A[-1])
     for p, text in ((0.5, "0.5 0.5 0.0078 0.00003"), (0.9, "0.9 0.82 0.4305 0.1853 0.0012"),
                     (0.99, "0.99 0.9802 0.9227 0.8515 0.5256")):
         on_page("06", f"| {p} | ", text, p, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)][: len(text.split()) - 1])
@@ -246,7 +272,10 @@ def test_the_numbers_of_page_08():
     """The denominator of a softmax, two temperatures, the weight of a sampler that disagrees"""
     logits = f64([2, 1, 0])
     too_likely = logits.log_softmax(0) - (logits / 0.5).log_softmax(0)
-    on_page("08", "e² + e + 1", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
+    logps = logits.log_softmax(0)
+    on_page("08", "e² + e + 1", "11.1073 2.4076 -0.4076 -1.4076 -2.4076", logits.exp().sum(), logits.logsumexp(0), logps)
+    on_page("08", "How open was", "0.6652 0.2447 0.0900 0.8324", logps.exp(), grpo.entropy_from_logits(logits))
+    on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429", (logits / 0.5).log_softmax(0))
     on_page("08", "At temperature 0.5", "2.086 0.767", too_likely.exp()[1], too_likely.exp()[0])
     on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[1])
     on_page("08", "another program samples", "1.1052 2", variants.truncated_importance_ratio(
@@ -256,14 +285,17 @@ def test_the_numbers_of_page_08():
 def test_the_numbers_of_page_09():
     """Spreads of k1, k2, k3; a token that is almost lost; the KL in the reward or in the loss"""
     pi, ref, lost = f64([0.5, 0.25, 0.25]), f64([0.25, 0.25, 0.5]), f64([0.6, 0.399, 0.001])
-    def spread(p, estimator):
-        k = grpo.kl_estimate(p.log(), ref.log(), estimator=estimator)
-        return (p @ (k - p @ k).square()).sqrt()
 
-    for estimator, row, text in (("k1", "| k1 | 0.6931", "0.5747"), ("k2", "| k2 | ½", "0.1040"),
-                                 ("k3", "| k3 | ½", "0.1103")):
-        on_page("09", row, text, spread(pi, estimator))
-    on_page("09", "do not count on it", "15.6 0.30", spread(lost, "k3"), spread(lost, "k1"))
+    def of_three(p, estimator):
+        k = grpo.kl_estimate(p.log(), ref.log(), estimator=estimator)
+        return k, p @ k, (p @ (k - p @ k).square()).sqrt()
+
+    for estimator, row, text in (("k1", "| k1 | 0.6931", "0.6931 0 -0.6931 0.1733 0.5747"),
+                                 ("k2", "| k2 | ½", "0.2402 0 0.2402 0.1802 0.1040"),
+                                 ("k3", "| k3 | ½", "0.1931 0 0.3069 0.1733 0.1103")):
+        on_page("09", row, text, *of_three(pi, estimator))
+    on_page("09", "do not count on it", "15.6 0.30", of_three(lost, "k3")[2], of_three(lost, "k1")[2])
+    on_page("09", "do not count on it", "500", ref[2] / lost[2])
     of_lost = []
     for estimator in "k2", "k3":
         logits = lost.log().requires_grad_()
@@ -336,6 +368,18 @@ def test_the_numbers_of_page_10():
     A = grpo.group_advantages(f64([1, 1, 0, 0, 1, 1, 1, 1]), 4, **BY_G)   # one more group, silent, of the same lengths
     on_page("10", "dynamic sampling", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
 
+    rho = torch.full((1, 1), 50.0, dtype=torch.float64, requires_grad=True)
+    of_delta = [(loss, gradient(loss, rho)) for A, delta in ((-1, None), (-1, 4), (1, 4), (1, None))
+                for loss in [grpo.clipped_surrogate_loss(rho, f64([[A]]), delta=delta)]]
+    on_page("10", "the loss is 4 instead", "4 50 0 -1.2", of_delta[1][0], of_delta[0][0], of_delta[1][1], of_delta[2][0])
+    assert of_delta[0][1] == 1 and of_delta[2] == of_delta[3]
+
+    for right, text in ((1, "0.875 0.875 0.3307 2.6458 0.875 0.125 7"), (4, "0.5 0.5 0.5 1 0.5 0.5 1")):
+        rewards = (torch.arange(8) < right).double()
+        mean, std = grpo.group_stats(rewards, 8, correction=0)
+        on_page("10", f"| {right} | ", text, 1 - mean, 1 - mean, std, grpo.group_advantages(rewards, 8, **BY_G)[0], 1 - mean,
+                mean, variants.maxrl_advantages(rewards, 8)[0])
+
     on_page("10", "The five grades", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
     for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
                                 ([[1, 1], [1, 0]], [[1, 3], [1, 3]], "1.1547")):
@@ -380,12 +424,12 @@ def test_the_numbers_of_the_demos_runs():
         means = [good[name][:10].mean(), good[name][-10:].mean(), collapse[name][-10:].mean()]
         assert [float(cell) for cell in cells.split(" | ")] == approx(means, abs=6e-4), name
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
-    on_page("11", "**The first two steps", "0.48 0.12 0.02 0.03 0.27", right[:3], entropy[0], entropy.max())
-    assert right[3:].max() < 0.07
-    assert len(collapse) == 60 and (collapse["grad_norm"] > 0).sum() == 40 and (good["grad_norm"] > 0).sum() == 59
-    assert abs(good["loss"]).max() < 0.08 and abs(collapse["loss"]).max() < 0.08
+    on_page("11", "**The first two steps", "0.56 0.03 0.00 0.04 0.33", right[:3], entropy[0], entropy.max())
+    assert right[3:].max() < 0.01
+    on_page("11", "Entropy does.", "0.07 37 80", 0.07, (collapse["grad_norm"] > 0).sum(), len(collapse))
+    assert max(abs(good["loss"]).max(), abs(collapse["loss"]).max()) < 0.07 and (good["grad_norm"] > 0).all()
     names = "rewards/accuracy_reward/mean", "frac_reward_zero_std", "entropy"
-    right, quiet, entropy = [ten[name].reshape(10, 60).mean(0) for name in names]       # over ten seeds
+    right, quiet, entropy = [ten[name].reshape(10, 80).mean(0) for name in names]       # over ten seeds
     assert entropy[1:6].mean() > entropy[0] > entropy[-10:].mean()      # up, then down beyond the start
     assert quiet[1:6].mean() < quiet[0] < quiet[-10:].mean()            # down, then up beyond it
     assert 1 - right[-10:].mean() < quiet[-10:].mean() / 4              # few silent groups can be wrong ones
@@ -402,6 +446,8 @@ def test_the_numbers_of_page_06s_runs():
     stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
+    right, silent = [runs[0][name].reshape(-1, 5).mean(1)[1:] for name in ("reward", "silent")]
+    assert (silent > right**8 + (1 - right)**8).all()                   # the dots beyond the first: above the curve
     assert stuck["entropy"][44] > 0.7                                   # it rises in between
     assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right
 
@@ -422,3 +468,38 @@ def test_the_numbers_of_page_07s_runs():
         begun, ended = [runs[(runs["run"] == run) & (runs["step"] == step)] for step in (1, 10)]
         on_page("07", "The desert was a desert", text, *[x[name][0] for name in its for x in (begun, ended)])
     assert begun["mentions"][0] == ended["mentions"][0] == approx(1.06, abs=5e-3)
+
+
+# README -----------------------------------------------------------------------------------------------------
+
+def test_the_readmes_own_task_reward_and_command_run(tmp_path, monkeypatch, capsys):
+    """Its line of JSON, its function and its command, with a small model made for them; the rewards are added"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    section = (ROOT / "README.md").read_text().partition("\n## Your own model")[2].partition("\n## ")[0]
+    line, = re.findall(r"`(\{.*?\})`", section)
+    code, command = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)
+    Path("task.jsonl").write_text(f"{line}\n" * 8)
+    Path("my_rewards.py").write_text(code)
+    small_model.main("task.jsonl model --steps 0".split())
+    flags = command.replace("NAME_OR_FOLDER", "model").split()[2:]
+    done = cli(*flags, "--max_steps", 1, "--max_completion_length", 8, "--generation_batch_size", 16)
+    assert done.code == 0 and "rewards: accuracy_reward, my_rewards.short" in done.out, done.err
+    row = json.loads(Path("grpo-output/completions.jsonl").read_text())
+    assert row["rewards"]["short"] == [0.5 if len(text) <= 3 else 0 for text in row["completions"]]
+    assert row["rewards"]["accuracy_reward"] == [float(text == "cba") for text in row["completions"]]
+
+
+def test_the_readmes_story_is_in_the_pictures_data():
+    """The carry's probability at the fork of the group, before and after the demo; loss near 0, more silent groups"""
+    readme, run = (ROOT / "README.md").read_text(), figures.csv("tiny_run.csv")
+    group = json.loads((figures.PICTURES / "group.json").read_text(encoding="utf-8"))
+    assert group["prompt"] == "79+21=" and "asked for 79+21, it answers 90" in readme
+    before, *_, after = [carry for carry, _ in group["whole_run"]["probabilities"]]
+    assert f"rises from {before:.1%} to {after:.1%}." in readme and f"a {before:.0%} chance to carry" in readme
+    reward = run["rewards/accuracy_reward/mean"] + run["rewards/think_format_reward/mean"]
+    for step in 8, 80:
+        recent = slice(step - 8, step)
+        silent = run["frac_reward_zero_std"][recent].mean()
+        assert f"step {step}: reward {reward[recent].mean():.2f}, silent groups {silent:.0%}, ..." in readme
+    assert abs(run["loss"]).max() < 0.02 and (run["grad_norm"] > 0).all()
