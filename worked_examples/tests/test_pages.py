@@ -81,8 +81,6 @@ def test_the_numbers_of_page_01s_essays():
     on_page("01", "| (r - mean)² |", "4.9878 0.0044 4.6944 9.6867", squares, squares.sum())
     on_page("01", "| **A** |", "1.2429 -0.0371 -1.2058 0", A, A.sum())
     on_page("01", "The std is √", "9.6867 1.7969 2.2333 1.7969 1.2429", squares.sum(), std, 2.2333, std, A[0])
-    on_page("01", "For the essays", "1.7969 9.6867 2.2008 1.0148 -0.0303 -0.9845", std, squares.sum(),
-            grpo.group_stats(ESSAYS, 3)[1], grpo.group_advantages(ESSAYS, 3))
     A_close = grpo.group_advantages(f64([0.50, 0.50, 0.51]), 3, **BY_G)
     on_page("01", "the rewards 0.50", "-0.7071 -0.7071 1.4142", A_close)
     assert grpo.group_advantages(100 * ESSAYS, 3, **BY_G).tolist() == approx(A.tolist())
@@ -116,6 +114,7 @@ def test_the_numbers_of_the_texts_from_which_these_pages_grew():
     assert (ESSAYS - mean).square().tolist() == approx([4.988, 0.0044, 4.694], abs=5e-4)
     assert (std.square().item(), std.item()) == (approx(3.2289, abs=5e-5), approx(1.7969, abs=5e-5))
     assert grpo.group_advantages(ESSAYS, 3).tolist() == approx([1.01476, -0.03029, -0.98446], abs=5e-6)
+    assert grpo.group_stats(ESSAYS, 3)[1].item() == approx(2.2008, abs=5e-5)
     each = grpo.importance_ratio(f64([[-2.1] * 10]), f64([[-2.3] * 10]), torch.ones(1, 10))
     one = grpo.importance_ratio(f64([[-2.1] * 10]), f64([[-2.3] * 10]), torch.ones(1, 10),
                                 importance_sampling_level="sequence")
@@ -123,6 +122,8 @@ def test_the_numbers_of_the_texts_from_which_these_pages_grew():
     assert [round(x, 2) for x in (each.prod().item(), each.prod().item() * 1.24)] == [7.39, 9.16]
     loss = grpo.clipped_surrogate_loss(each.requires_grad_(), torch.full_like(each, 1.24))
     assert loss[0, 0].item() == approx(-1.488) and gradient(loss, each).count_nonzero() == 0
+    loss = grpo.clipped_surrogate_loss(each, torch.full_like(each, -1.24))              # of a bad answer
+    assert loss[0, 0].item() == approx(1.5145, abs=5e-5) and (gradient(loss, each) > 0).all()
     of_clip, of_none = [grpo.clipped_surrogate_loss(f64([1.5]), f64([1.225]), epsilon_high=e) for e in (0.2, math.inf)]
     assert (of_clip.item(), of_none.item()) == (approx(-1.47), approx(-1.8375))
 
@@ -178,28 +179,22 @@ def test_the_numbers_of_page_02():
 
 
 def test_the_numbers_of_page_03():
-    """The pull of a rare token; an answer of ten tokens; an update that jumps over the limit"""
+    """The push on a rare token; an update that jumps over the limit"""
     for now, text in ((0.01, "-0.99"), (0.5, "-25")):                   # drawn at 0.01; another token has the rest
         logits = f64([now, 1 - now]).log().requires_grad_()
         ratio = (logits.log_softmax(0)[:1] - math.log(0.01)).exp()
         of_logit = gradient(grpo.clipped_surrogate_loss(ratio, f64([1]), epsilon_high=math.inf), logits)[0]
         on_page("03", "does not know when to stop", text, of_logit)
-    rho = f64([[0.2] * 10]).exp()
-    for A, text in ((1.24, "1.24 1.2214 1.24 1.5145 1.2 1.24 1.488 -1.488"), (-1.24, "-1.24 -1.5145 -1.488 1.5145")):
-        loss, pushed = grpo.clipped_surrogate_loss(rho, torch.full_like(rho, A))[0, 0], (rho * A)[0, 0]
-        in_cells = [1.24, rho[0, 0], 1.24, pushed, 1.2, 1.24, 1.2 * A, loss] if A > 0 else [A, pushed, 1.2 * A, loss]
-        on_page("03", f"| A = {A} |", text, *in_cells)
-    on_page("03", "The answer as a whole", "7.39 1.2214", rho.prod(), rho.prod() ** 0.1)
     right = f64([0.5, -0.5]).softmax(0)[0]                              # a learning rate of 1 times page 2's gradient
     on_page("03", "One update can jump", "0.7311 1.462", right, right / 0.5)
 
 
 def test_the_numbers_of_page_04():
-    """Logits after updates, and the mean length of wrong and right answers; the std of easy and hard questions; a
-    denominator that the neighbor decides"""
+    """Logits after updates, and the mean length of wrong and right answers; a denominator that the neighbor
+    decides"""
     mask, A = torch.arange(8) < torch.tensor([[2], [8], [2], [8]]), f64([1, 1, -1, -1])
     for loss_type, wrong, right in (("grpo", "5 6.08 6.91 7.43 7.72", "5 3.92 3.09 2.57 2.28"),
-                                    ("dapo", "5 5 5 5 5", "5 5 5 5 5")):
+                                    ("dapo", "5 5 5 5 5", None)):
         theta, lengths = f64([0, 0, 0, 0]), []
         for _ in range(5):
             p = theta.requires_grad_().softmax(0)
@@ -208,8 +203,11 @@ def test_the_numbers_of_page_04():
             loss, _ = grpo.grpo_loss(logps, A, mask, loss_type=loss_type)
             theta = (theta - 8 * gradient(loss, theta)).detach()
         wrongs, rights = zip(*lengths)
-        on_page("04", f"| {loss_type}: a wrong answer |", wrong, *wrongs)
-        on_page("04", f"| {loss_type}: a right answer |", right, *rights)
+        on_page("04", f"| {loss_type}: {'a wrong answer' if right else 'either'} |", wrong, *wrongs)
+        if right:
+            on_page("04", f"| {loss_type}: a right answer |", right, *rights)
+        else:
+            assert wrongs == approx(rights)
     on_page("04", "With odds of", "2.117 1 2.117 8 1 2 3.117 6.08", math.exp(0.75), 1, math.exp(0.75), 8, 1, 2,
             math.exp(0.75) + 1, (8 * math.exp(0.75) + 2) / (math.exp(0.75) + 1))
     lengths = torch.arange(18) < torch.tensor([[2], [2], [2], [18]])
@@ -221,9 +219,6 @@ def test_the_numbers_of_page_04():
         token_losses = torch.zeros(2, 8, requires_grad=True)
         loss = grpo.aggregate(token_losses, torch.ones(2, 8), loss_type="dr_grpo", max_completion_length=T_max)
         on_page("04", "the neighbor decides", text, gradient(loss, token_losses)[0, 0])
-    by_right = [grpo.group_advantages((torch.arange(8) < right).double(), 8, **options)[0]
-                for right in (1, 4) for options in (UNSCALED, BY_G)]
-    on_page("04", "leaves the std out", "0.875 2.65 0.5 1", *by_right)
 
 
 def test_the_numbers_of_page_05():
@@ -377,8 +372,8 @@ def test_the_numbers_of_page_10():
     for right, text in ((1, "0.875 0.875 0.3307 2.6458 0.875 0.125 7"), (4, "0.5 0.5 0.5 1 0.5 0.5 1")):
         rewards = (torch.arange(8) < right).double()
         mean, std = grpo.group_stats(rewards, 8, correction=0)
-        on_page("10", f"| {right} | ", text, 1 - mean, 1 - mean, std, grpo.group_advantages(rewards, 8, **BY_G)[0], 1 - mean,
-                mean, variants.maxrl_advantages(rewards, 8)[0])
+        on_page("10", f"| {right} | {1 - right / 8}", text, 1 - mean, 1 - mean, std,
+                grpo.group_advantages(rewards, 8, **BY_G)[0], 1 - mean, mean, variants.maxrl_advantages(rewards, 8)[0])
 
     on_page("10", "The five grades", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
     for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
@@ -478,16 +473,18 @@ def test_the_readmes_own_task_reward_and_command_run(tmp_path, monkeypatch, caps
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     section = (ROOT / "README.md").read_text().partition("\n## Your own model")[2].partition("\n## ")[0]
     line, = re.findall(r"`(\{.*?\})`", section)
-    code, command = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)
+    code, commands = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)
     Path("task.jsonl").write_text(f"{line}\n" * 8)
     Path("my_rewards.py").write_text(code)
     small_model.main("task.jsonl model --steps 0".split())
-    flags = command.replace("NAME_OR_FOLDER", "model").split()[2:]
-    done = cli(*flags, "--max_steps", 1, "--max_completion_length", 8, "--generation_batch_size", 16)
+    start, resume = [line.replace("NAME_OR_FOLDER", "model").split()[2:] for line in commands.splitlines()]
+    done = cli(*start, "--max_steps", 1, "--max_completion_length", 8, "--generation_batch_size", 16)
     assert done.code == 0 and "rewards: accuracy_reward, my_rewards.short" in done.out, done.err
     row = json.loads(Path("grpo-output/completions.jsonl").read_text())
     assert row["rewards"]["short"] == [0.5 if len(text) <= 3 else 0 for text in row["completions"]]
     assert row["rewards"]["accuracy_reward"] == [float(text == "cba") for text in row["completions"]]
+    done = cli(*resume, "--max_steps", 2)
+    assert done.code == 0 and "from step 1 of 2" in done.out, done.err
 
 
 def test_the_readmes_story_is_in_the_pictures_data():
