@@ -430,6 +430,14 @@ def test_the_numbers_of_the_demos_runs():
     assert 1 - right[-10:].mean() < quiet[-10:].mean() / 4              # few silent groups can be wrong ones
 
 
+def test_the_numbers_of_page_03s_runs():
+    """With the clip three seeds learn, without it they forget; how right seed 1 is after one step"""
+    right = figures.csv("clip_runs.csv")["rewards/accuracy_reward/mean"].reshape(3, 2, 80)     # seed, clip or none, step
+    assert (right[:, 0, -10:].mean(1) > 0.94).all() and (right[:, 1, -10:].mean(1) < 0.03).all()
+    assert (right[:, 0, 0] == right[:, 1, 0]).all()                     # the first step's answers are drawn before it
+    on_page("03", "They do: without the clip", "65 18", *(100 * right[1, :, 1]))
+
+
 def test_the_numbers_of_page_06s_runs():
     """Its table of three seeds; two learn, and in 67 of the third's 100 steps all 32 groups are silent"""
     table = figures.csv("two_digit_sums.csv")
