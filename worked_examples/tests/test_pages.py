@@ -39,7 +39,7 @@ def on_page(name, where, text, *got):
     parts = [part for part in parts_of(page) if (part.startswith(where) if where[0] == "|" else where in part)]
     assert len(parts) == 1, (name, where, f"is in {len(parts)} parts")
     words = text.split()
-    pattern = ".*?".join(rf"(?<![\d.]){re.escape(word)}(?!\.?\d)" for word in words)
+    pattern = ".*?".join(rf"(?<![\d.-]){re.escape(word)}(?!\.?\d)" for word in words)
     assert re.search(pattern, parts[0]), (name, where, text)
     numbers = [word.replace(",", "") for word in words]
     want = [approx(float(number), abs=0.5 * 10 ** -len(number.partition(".")[2])) for number in numbers]
