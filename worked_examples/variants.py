@@ -30,11 +30,25 @@ def leave_one_out_advantages(rewards, num_generations):
 
     A_i = r_i - 1/(G-1)·Σ_{j≠i} r_j = (r_i - mean)·G/(G-1).
     Under "dr_grpo", on-policy, a baseline without the answer itself adds no bias; GRPO's mean scales the gradient by
-    (G-1)/G.
-    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,).
+    (G-1)/G. A reward of NaN is in neither the mean nor G.
+    Source: RLOO (Kool et al. 2019; arXiv:2402.14740). Returns: (B,), 0 for a reward of NaN.
     """
-    centred = grpo.group_advantages(rewards, num_generations, scale_rewards="none")       # (B,)
-    return centred * num_generations / (num_generations - 1)
+    centered = grpo.group_advantages(rewards, num_generations, scale_rewards="none")      # (B,)
+    scored = (~rewards.isnan()).view(-1, num_generations).sum(1).to(centered)             # (P,)
+    factor = scored / (scored - 1).clamp(min=1)                                           # G/(G-1) where none is NaN
+    return centered * factor.repeat_interleave(num_generations)
+
+
+def maxrl_advantages(rewards, num_generations):
+    """Divide by the group's mean instead of its std: if few answers are right, a right one weighs more.
+
+    A_i = (r_i - mean) / mean, 0 at mean 0. Of G answers k right (1, the others 0): G/k - 1 for a right one, -1 for a
+    wrong one. Source: MaxRL (arXiv:2602.02710). Args: rewards >= 0 or NaN. Returns: (B,), 0 for a reward of NaN.
+    """
+    assert not (rewards < 0).any(), f"rewards: got {rewards.min()}; allowed is 0 or more"
+    mean, _ = grpo.group_stats(rewards, num_generations)                                  # (P,)
+    centered = grpo.group_advantages(rewards, num_generations, scale_rewards="none")      # (B,)
+    return torch.where(centered == 0, 0, centered / mean.repeat_interleave(num_generations))
 
 
 def distillation_advantages(teacher_logps, logps, completion_mask):

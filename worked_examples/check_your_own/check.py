@@ -5,15 +5,17 @@
     python worked_examples/check_your_own/check.py my_grpo.py -m beyond        what the formulas leave open
     python worked_examples/check_your_own/check.py my_grpo.py -m errors        are wrong shapes and words errors?
 
-What follows the file goes to pytest. Last comes a line for each function: same, differs (a law, its smallest input),
-waits for NAME (a function that it calls, and that differs or is not there), not there. A law is skipped where the file
-lacks an argument, or raises NotImplementedError without a text, and the line says so. Where a default is not grpo.py's,
-the laws pass grpo.py's. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not
-yours, read it first.
+What follows the file goes to pytest; no settings of pytest in a folder, a plugin or the environment do. Last comes a
+line for each function: same, differs (a law, its smallest input), or waits for NAME (a function that it calls, and that
+differs or is not there); then one line for those that are not there. A law is skipped where the file lacks an argument,
+or raises NotImplementedError without a text, and the line says so. Where a default is not grpo.py's, the laws pass
+grpo.py's. The file's TOLERANCE (1e-6) says how exact it is. The file runs in this process: if it is not yours, read it
+first.
 """
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from pathlib import Path
@@ -28,8 +30,9 @@ from worked_examples import variants
 LAWS = [ROOT / "test_grpo.py", ROOT / "worked_examples/tests/test_variants.py"]
 CALLED = re.findall(r"(?:grpo|variants)\.(\w+)\(", "".join(path.read_text(encoding="utf-8") for path in LAWS))
 NAMES = {name: module for module in (grpo, variants) for name in vars(module) if name in CALLED}
-OPTIONS = "-q -rN --tb=short --no-header --noconftest -W ignore -p no:cacheprovider".split()
-OPTIONS += ["-m", "not beyond and not errors"]
+OPTIONS = ["--noconftest", "--disable-plugin-autoload", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider",
+           "-c", os.devnull, "--rootdir", str(ROOT), "-m", "not beyond and not errors",
+           *"-q -rN --tb=short --no-header -W ignore".split()]
 MISSING = inspect.Parameter.empty
 
 
@@ -64,6 +67,20 @@ def put(mine, names):
     for name, module in NAMES.items():
         source, target = (mine, module) if name in names else (module, mine)
         setattr(target, name, getattr(source, name))
+
+
+def pytest_alone(*arguments, plugin):
+    """pytest's exit code. It is deaf to the settings of the folders around it and of the environment."""
+    for name in "PYTEST_ADDOPTS", "PYTEST_PLUGINS":
+        os.environ.pop(name, None)
+    return pytest.main([*OPTIONS, *arguments], plugins=[plugin])
+
+
+def name_the_numbers(error, item):
+    """Add a row of a table to its error: what each of the numbers is. What Hypothesis draws has its names already."""
+    if hasattr(item, "callspec") and not hasattr(error, "__notes__"):
+        row = {name: x for name, x in item.callspec.params.items() if isinstance(x, (int, float, str, list, dict))}
+        error.add_note(", ".join(f"{name} = {x}" for name, x in row.items() if name != "want"))
 
 
 def defaults(function):
@@ -122,7 +139,7 @@ class Laws:
                 if error.args:                                          # torch's own, for a wrong dtype
                     raise
                 self.words[name] = dict.fromkeys(words, False) | self.words[name]
-                self.skip(name, "not there: it raises NotImplementedError")
+                self.skip(name, "not there")
             self.words[name] |= dict.fromkeys(words, True)
             return result
         return call
@@ -132,7 +149,11 @@ class Laws:
             why = f"{name}: {why}" if why.startswith("no argument") else f"waits for {name}"
         pytest.skip(why)
 
-    def pytest_collection_finish(self):
+    def pytest_collection_finish(self, session):
+        if session.testsfailed:                                         # an import failed, and pytest says why
+            return
+        if not session.items:
+            raise pytest.UsageError("no law is asked: none has this name and this mark")
         laws = sys.modules["test_grpo"]
         laws.TOLERANCE = getattr(self.module, "TOLERANCE", 1e-6)
         laws.MODEL_TOLERANCE = max(laws.TOLERANCE, 1e-5)                # without position ids, angles round
@@ -148,11 +169,13 @@ class Laws:
         elif call.excinfo.errisinstance(pytest.skip.Exception):
             self.outcomes[self.asked].append(call.excinfo.value.msg)
         else:
-            smallest = "".join(getattr(call.excinfo.value, "__notes__", [item.name]))         # a row of a table
+            name_the_numbers(call.excinfo.value, item)
+            smallest = "".join(getattr(call.excinfo.value, "__notes__", [item.name]))
             self.broken[self.asked].append(" ".join(f"{item.function.__doc__}; {smallest}".split()))
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("what the laws say")
+        absent = []
         for name in NAMES:
             outcomes, broken, words = self.outcomes[name], self.broken[name], self.words[name]
             why = sorted(set(outcomes) - {"same"})
@@ -168,13 +191,17 @@ class Laws:
             else:
                 count = f"same in {outcomes.count('same')} of {len(outcomes)}" if why else "same"
                 line = f"{count} ({'; '.join(notes or why)})" if notes or why else count
-            if line:
+            if line == "not there":
+                absent.append(name)
+            elif line:
                 terminalreporter.line(f"{name:30}{line}")
+        if absent:
+            terminalreporter.line(f"{'not there':30}{', '.join(absent)}")
 
 
 def main(path, *options):
     """Ask the laws; pytest's exit code."""
-    return pytest.main([*map(str, LAWS), *OPTIONS, *options], plugins=[Laws(load(path))])
+    return pytest_alone(*map(str, LAWS), *options, plugin=Laws(load(path)))
 
 
 if __name__ == "__main__":

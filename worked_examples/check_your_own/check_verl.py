@@ -1,4 +1,4 @@
-"""grpo.py's names, each answered by verl's own code (verl==0.8.0), for check.py, which asks the laws of verl.
+"""grpo.py's names, each answered by verl's own code (verl==0.9.1), for check.py, which asks the laws of verl.
 
 verl imports cachetools, fastapi and uvicorn without asking for them: install them, too.
 
@@ -42,7 +42,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
     batch = get_tensordict(dict(input_ids=jagged(ids), position_ids=jagged(mask.cumsum(1) - 1), prompts=prompt_ids,
                                 responses=completion_ids, attention_mask=mask),
                            dict(temperature=temperature, use_remove_padding=False))
-    engine = types.SimpleNamespace(use_ulysses_sp=False)
+    engine = types.SimpleNamespace(use_ulysses_sp=False, pad_to_length=None)
     inputs, rest = FSDPEngineWithLMHead.prepare_model_inputs(engine, batch)
     output = FSDPEngineWithLMHead.prepare_model_outputs(engine, model(**inputs), rest, batch, None)
     return no_padding_2_padding(output["log_probs"], batch), None
@@ -57,7 +57,7 @@ def grpo_loss(logps, advantages, mask, *, old_logps=None, ref_logps=None, beta=0
               epsilon_high=None, delta=None, loss_type="dapo", policy_loss="clip", importance_sampling_level="token",
               max_completion_length=None, num_items_in_batch=None, num_rows_in_batch=None):
     mode = LOSSES.get(f"{policy_loss} {importance_sampling_level}")
-    if mode is None or loss_type == "bnpo" or mode in ("gspo", "sapo") and loss_type != "grpo":
+    if mode is None or loss_type == "bnpo" or mode == "sapo" and loss_type != "grpo":
         raise NotImplementedError
     high = epsilon_low if epsilon_high is None else epsilon_high - (mode == "cispo")     # there grpo.py has the cap
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=epsilon_low,

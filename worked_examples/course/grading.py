@@ -31,18 +31,21 @@ def collect(*files):
     """The laws of these files, as pytest finds them: the test, and a call without arguments that asks it."""
     tests = []
     plugin = SimpleNamespace(pytest_collection_finish=lambda session: tests.extend(session.items))
-    with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*map(str, files), "--collect-only", *check.OPTIONS, "-m", ""], [plugin])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = check.pytest_alone(*map(str, files), "--collect-only", "-m", "", plugin=plugin)
+    if code:
+        sys.exit(f"the laws cannot be collected:\n{out.getvalue()}")
     rows = [test.callspec.params if hasattr(test, "callspec") else {} for test in tests]
     return [(test, functools.partial(test.obj, **row)) for test, row in zip(tests, rows)]
 
 
-def failure(call):
+def failure(call, law=None):
     """Why a call fails, in one line: what is expected, what came, or the error; its input. "" if it does not fail."""
     signal.alarm(SECONDS)                                               # then the process ends, whatever it does
     error = pytest.CallInfo.from_call(call, "call").excinfo
     if error is None:
         return ""
+    check.name_the_numbers(error.value, law)
     is_difference = error.errisinstance(pytest.fail.Exception)
     why = error.value.msg if is_difference else f"{error.typename}: {error.value}"
     return " ".join("\n".join([why, *getattr(error.value, "__notes__", [])]).split())         # the notes: the input
@@ -65,7 +68,7 @@ def examine(path, name, laws):
         return "not written"
     check.put(mine, [name])
     for mark, by_options in laws.items():                               # the formula first
-        failures = [(f"{law.name}: {why}" for law, call in asked if (why := failure(call)))
+        failures = [(f"{law.originalname}: {why}" for law, call in asked if (why := failure(call, law)))
                     for asked in by_options.values()]
         found[mark] = [next(reasons, "") for reasons in failures]
         if any(found["formula"]):
@@ -107,7 +110,9 @@ def grade(path, word="", json_file=None):
                 score = points * wrong.count("") // len(wrong)
                 tests.append(dict(name=f"{name}, {mark}", score=score, max_score=points, output=why))
                 if why != "not written":
-                    print(f"{name + ', ' + mark:40}{score} of {points}  {why}".rstrip())
+                    print(f"{name + ', ' + mark:40}{score} of {points}  {why}".rstrip(), flush=True)
+    if not tests:
+        sys.exit(f"-k: got {word!r}; allowed is a part of a function's name")
     missing = [test for test in tests if test["output"] == "not written"]
     if missing:
         names = dict.fromkeys(test["name"].split(",")[0] for test in missing)

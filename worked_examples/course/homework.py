@@ -12,8 +12,16 @@ write what you expect into predictions.txt. While you write, ask the tests of on
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats
     python worked_examples/check_your_own/check.py my_grpo.py -x -k group_stats -m "beyond or errors"
 
-A function has points for the formula, shared out among its options, for what its docstring promises beyond it, and for
-its errors. If the formula is wrong with an option, the last two are lost. --json FILE writes what Gradescope reads.
+A function has points for the formula, shared out among its options, for what is promised beyond it, and for its errors.
+If the formula is wrong with an option, the last two are lost. --json FILE writes what Gradescope reads. The promises
+are in the docstring of a function, in grpo.py's own (below the notation in a new file), and here:
+
+- A float dtype that goes in (bfloat16, too) comes out; per_token_logps returns float32 or wider. Rewards may be
+  integers or bools, which become floats. Ids and an index may be of any integer dtype. No argument is changed.
+- Without a token, or without a row, the result is 0 or empty, not 0/0. k3 takes exp of 20 at most.
+- per_token_logps calls the model once, with use_cache=False, and asks it for T + 1 logits (logits_to_keep). An id at
+  padding may be no word (-9).
+- An error is an AssertionError or a ValueError, and its text is "ARGUMENT: got ...; allowed ...".
 """
 
 import argparse
@@ -34,13 +42,14 @@ COURSE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def new(path):
-    """Write the file for the student: this docstring, the notation, the rungs without answers; the exercises."""
-    notation = re.search("^Notation.*?(?=\n\n)", grpo.__doc__, re.S | re.M)[0]
+    """Write the file for the student: this docstring, grpo.py's from the notation on, the rungs without answers; the
+    exercises."""
+    notation = grpo.__doc__[grpo.__doc__.index("Notation"):]
     rungs = re.search("^## The rungs.*?(?=\n\n## )", COURSE, re.S | re.M)[0]
     rungs = re.sub("\n\n<details>.*?</details>", "", rungs, flags=re.S)
     maths = re.search("^# §1 .*?(?=^# §9 )", inspect.getsource(grpo), re.S | re.M)[0]
     further = "# Further exercises\n" + inspect.getsource(variants).partition("\nimport grpo\n")[2]
-    text = f'r"""{__doc__}\n{notation}\n\n{rungs}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}{further}'
+    text = f'r"""{__doc__}\n{notation}\n{rungs}\n"""\n\nimport math\nimport re\n\nimport torch\n\n{maths}{further}'
     for name, module in check.NAMES.items():
         source = inspect.getsource(getattr(module, name))
         head = re.match('.*?""".*?"""\n', source, re.S)[0]              # to the end of the docstring
@@ -53,7 +62,8 @@ def table(seed):
     """GRPO on logits that are a table: for 4 questions, at 10 places, 8 words, of which 0 ends the answer.
 
     Question k wants word k + 1. An answer of n words earns r = 2 - n/10, and 1 more if the word is in it.
-    Yields of each round: mean reward, mean length, the loss before its 4 updates, the clipped share in the 1st and 4th.
+    Yields of each round: mean reward, mean length, the loss before its 4 updates, the share of clipped tokens in the
+    1st and the 4th, and in the 4th the least and the largest ratio.
     """
     torch.manual_seed(seed)
     logits = torch.zeros(4, 10, 8)
@@ -73,10 +83,12 @@ def table(seed):
             loss, metrics = grpo.grpo_loss(logps, advantages, mask, old_logps=old_logps, loss_type="grpo")
             old_logps = logps.detach() if old_logps is None else old_logps
             updates.append((loss.item(), metrics["clip_ratio/region_mean"]))
+            ratios = (logps.detach() - old_logps)[mask == 1].exp()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        yield rewards.mean().item(), sum(map(len, answers)) / 64, updates[0][0], updates[0][1], updates[-1][1]
+        clipped = updates[0][1], updates[-1][1]
+        yield rewards.mean().item(), sum(map(len, answers)) / 64, updates[0][0], *clipped, *map(float, ratios.aminmax())
 
 
 def run(path, flags):
@@ -88,10 +100,10 @@ def run(path, flags):
     print(f"{len(yours)} of {len(check.NAMES)} functions are yours:", ", ".join(yours))
     if flags:
         return grpo.main(flags)
-    print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th")
+    print("round  reward  length  loss, 1st of 4 updates  clipped: 1st    4th  ratio in the 4th")
     runs = [list(table(seed)) for seed in range(3)]
     for number in range(0, 40, 5):
-        print("{:5}  {:6.2f}  {:6.1f}  {:22.4f}  {:12.3f}  {:5.3f}".format(number, *runs[0][number]))
+        print("{:5}  {:6.2f}  {:6.1f}  {:22.4f}  {:12.3f}  {:5.3f}  {:.2f} to {:.2f}".format(number, *runs[0][number]))
     ends = [sum(row[0] for row in rows[-5:]) / 5 for rows in runs]
     print("R =", ", ".join(f"{reward:.2f}" for reward in ends), "(the reward of the last five rounds, seeds 0, 1, 2)")
 

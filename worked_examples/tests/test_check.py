@@ -40,20 +40,22 @@ def fresh_laws(draws):
 
 
 def verdicts(path, text, *options):
-    """Exit code, and the line of each function."""
+    """Exit code, and the line of each function; the last names those that are not there."""
     fresh_laws("5")
     path.write_text(text, encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = check.main(path, *options)
     lines = [line.split(maxsplit=1) for line in out.getvalue().partition("what the laws say ")[2].splitlines()]
-    return code, {words[0]: words[1] for words in lines if words[0] in check.NAMES}
+    absent = "".join(words[1] for words in lines if words[0] == "not").removeprefix("there ").split(", ")
+    return code, dict.fromkeys(map(str.strip, absent), "not there") | {
+        words[0]: words[1] for words in lines if words[0] in check.NAMES}
 
 
 def test_the_formulas_are_the_same_or_not_there(tmp_path):
     """formulas.py passes every law that it can be asked; its defaults are grpo.py's (one may be None)"""
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS)
     for name in check.NAMES:
-        assert said[name].startswith("same" if hasattr(formulas, name) else "not there"), name
+        assert said[name].startswith("same") if hasattr(formulas, name) else said[name] == "not there", name
         assert "your default" not in said[name]
     assert code == 0 and said["clipped_surrogate_loss"] == "same in 16 of 20 (no argument 'delta')"
 
@@ -74,11 +76,27 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", text, "-k", laws)
     assert code == 1
     assert said["clipped_surrogate_loss"].startswith("differs in 16 of 20 (l = -min(")
-    assert "_worked_numbers[0.5-1.0-{}-" in said["clipped_surrogate_loss"]
+    assert "; rho = 0.5, A = 1.0, options = {})" in said["clipped_surrogate_loss"]
     assert said["grpo_loss"] == "waits for clipped_surrogate_loss"
     assert said["kl_estimate"].startswith("same")
-    assert said["entropy_from_logits"] == "not there: it raises NotImplementedError"
+    assert said["entropy_from_logits"] == "not there"
     assert said["aggregate"].startswith("differs")
+
+
+def test_no_settings_around_the_file_reach_the_laws(tmp_path, monkeypatch, capsys):
+    """pytest.ini, conftest.py and the environment are not read; if no law is asked, this is an error, and said"""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -k nothing\n")
+    (tmp_path / "conftest.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
+    monkeypatch.setenv("PYTEST_PLUGINS", "absent")
+    code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS, "-k", "clip_ratio")
+    assert code == 0 and said["clip_ratio"] == "same"
+    code, _ = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", FORMULAS, "-k", "clip_ration")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    with pytest.raises(SystemExit, match="^-k: got 'clip_ration'; allowed is a part of a function's name$"):
+        grading.grade(str(tmp_path / "my_grpo.py"), "clip_ration", tmp_path / "results.json")
+    assert not (tmp_path / "results.json").exists()
 
 
 KL_MISTAKES = [("loss + beta * (", "loss - beta * ("), ("(logps, ref_logps.detach())", "(ref_logps.detach(), logps)")]

@@ -19,6 +19,7 @@ from worked_examples.course import grading, homework, spot_the_bug
 
 MATHS = inspect.getsource(grpo).partition("\n# §9 ")[0]
 ADVANTAGES = "\ndef group_advantages(rewards, num_generations, **options): return rewards"
+UNCLIPPED = "\ndef clipped_surrogate_loss(ratio, advantages, **options): return -ratio * advantages"
 WRONG = MATHS + '''
 import os, time
 os.write(1, b"hello")
@@ -57,7 +58,7 @@ def test_a_new_file_keeps_signatures_and_docstrings_and_no_body(new):
         assert mine[name].__doc__ == ours.__doc__ and inspect.signature(mine[name]) == inspect.signature(ours)
     assert new.count("\n    raise NotImplementedError\n") == len(check.NAMES)
     documented = {name for name, value in mine.items() if inspect.isfunction(value) and value.__doc__}
-    assert documented == {*check.NAMES, "final_answer"}                 # which accuracy_reward calls
+    assert documented == {*check.NAMES, "final_answer", "solution_text"}        # which accuracy_reward calls
     assert all(f"### {number}. " in new for number in range(1, 11)) and "<details>" not in new
 
 
@@ -73,25 +74,27 @@ def test_a_notebook_is_refused_in_a_sentence(monkeypatch):
     (ADVANTAGES, [2.0, 1.9, 2.0], {0: "9.4", 35: "5.0"}),                                                  # rung 1
     (ADVANTAGES + " - rewards.view(-1, 16).mean(1).repeat_interleave(16)", [2.7, 2.6, 2.7],
      {20: "0.0000", 30: "2.57", 35: "2.63"}),                                                             # rung 2
-    (MATHS, [2.8, 2.7, 2.8], {0: "0.432", 10: "0.263", 15: "2.57", 20: "2.68"}),                           # rungs 3, 6
-    (MATHS.replace(" - is_eos == 0", " == 0"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})], ids=["1", "2", "3", "4"])
+    (MATHS, [2.8, 2.7, 2.8], {0: "0.432 0.64 to 1.44", 10: "0.263", 15: "2.57", 20: "2.68"}),              # rungs 3, 6
+    (MATHS + UNCLIPPED, [2.7, 2.7, 2.7], {0: "0.38 to 3.28"}),                                             # rung 6
+    (MATHS.replace("is_eos.cumsum(1) - is_eos", "is_eos.cumsum(1)"), [2.0, 2.0, 2.0], {0: "9.4", 35: "9.7"})],
+    ids=["1", "2", "3", "6", "4"])
 def test_the_table_shows_what_the_rungs_say(mine, R, printed, new, tmp_path, capsys):
     """What a student writes is put to work, else grpo.py's functions: R of three seeds, and numbers of some rounds"""
     run(tmp_path, new + mine)
     out = capsys.readouterr().out
-    rounds = {int(line.split()[0]): line.split()[1:] for line in out.splitlines() if line[:5].strip().isdigit()}
+    rows = [" ".join(line.split()) + " " for line in out.splitlines() if line[:5].strip().isdigit()]
     assert [round(float(x), 1) for x in re.search("R = (.*?) [(]", out)[1].split(", ")] == R
-    assert all(number in rounds[i] for i, number in printed.items()), rounds
+    assert all(f" {numbers} " in rows[i // 5] for i, numbers in printed.items()), rows
 
 
 def test_rung_5_ends_the_run_and_the_command_printed_for_a_stop_names_the_file(new, tmp_path, monkeypatch, capsys):
-    """Logits one place too late: sampled and scored log-probs differ in step 1, and nothing is written"""
+    """Logits one place too late: sampled and scored log-probs differ in step 1, and nothing is in the run's folder"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo, "cold_start", lambda *job: None)
     late = MATHS.replace("logits[:, -1 - completion_ids.size(1):-1]", "logits[:, -completion_ids.size(1):]")
     with pytest.raises(AssertionError, match="sampled and scored log-probs differ by [0-9.]+ nats"):
         run(tmp_path, new + late, "--model", "tiny", "--max_steps", "1")
-    assert os.listdir() == ["my_grpo.py"]
+    assert os.listdir("grpo-output") == []
     run(tmp_path, new + MATHS, "--model", "tiny", "--max_steps", "1")
     assert f"python homework.py {tmp_path}/my_grpo.py --resume_from_checkpoint" in capsys.readouterr().out
 
@@ -120,7 +123,7 @@ def test_a_mistake_costs_its_own_functions_points(new, tmp_path, capfd):
     assert re.findall("^not written  .*", out, re.M) == [f"{'not written':40}0 of 10  group_stats, group_advantages"]
     assert [code for code, _ in grades.values()] == [1, 1, 0, 1, 1, 1, 1]
     lost = {"clipped_surrogate_loss": "= -1 × expected", "sapo_loss": "code 0", "clip_ratio": "1 seconds",
-            "kl_estimate": "[0.5, 0.25, 0.25]-[0.25, 0.25, 0.5]-{}-"}  # k3 alone is wrong; the input is shown
+            "kl_estimate": "p = [0.5, 0.25, 0.25], q = [0.25, 0.25, 0.5], "}   # k3 alone is wrong; its input
     for word in ("loss", "clip_ratio", "group_stats", "kl_estimate"):
         for test in grades[word][1]:
             function, mark = test["name"].split(", ")

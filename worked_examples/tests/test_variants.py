@@ -33,6 +33,30 @@ def test_leave_one_out_advantages_match_the_oracle(groups):
     expect(variants.leave_one_out_advantages(f64(groups).flatten(), G), sum(want, []))
 
 
+@pytest.mark.parametrize("rewards, want", [                                                     # page 10
+    ([1, 0, 0, 0], [3, -1, -1, -1]), ([1, 1, 0, 1], [1 / 3, 1 / 3, -1, 1 / 3]), ([0, 0, 0, 0], [0, 0, 0, 0])], ids=str)
+def test_maxrl_advantages_match_the_worked_numbers(rewards, want):
+    """A = (r - mean) / mean: G/k - 1 if right, where k of G are right, -1 if wrong; 0 at mean 0"""
+    expect(variants.maxrl_advantages(f64(rewards), 4), want)
+
+
+@given(any_groups)
+def test_maxrl_advantages_match_the_oracle(groups):
+    """A = (r - mean) / mean, 0 at mean 0 (MaxRL), for rewards of 0 and more"""
+    groups = [[abs(r) for r in rewards] for rewards in groups]
+    means = [sum(rewards) / len(rewards) for rewards in groups]
+    want = [(r - mean) / (mean or 1) for rewards, mean in zip(groups, means) for r in rewards]
+    expect(variants.maxrl_advantages(f64(groups).flatten(), len(groups[0])), want)
+
+
+@beyond("missing")
+@pytest.mark.parametrize("name, want", [("leave_one_out_advantages", 2), ("maxrl_advantages", 1)])
+def test_a_reward_of_nan_is_in_no_mean(name, want):
+    """r = 2, NaN, 0: the others' mean is 0 and 2, the group's is 1; beside NaN alone a reward has no other"""
+    rewards = f64([2, math.nan, 0, 2, math.nan, math.nan, math.nan, math.nan, math.nan])
+    expect(getattr(variants, name)(rewards, 3), [want, 0, -want, 0, 0, 0, 0, 0, 0])
+
+
 def test_distillation_advantages_match_the_worked_numbers_and_are_constants():
     """A = log π_teacher - log π: of two words the student expects both, ½ and ½, its teacher ¾ and ¼ (page 10)"""
     teacher, student, mask = f64([[0.75, 0.25]]).log(), f64([[0.5, 0.5]]).log(), torch.ones(1, 2)
@@ -136,6 +160,7 @@ X = torch.ones(2, 3)
 @pytest.mark.errors
 @pytest.mark.parametrize("name, argument, arguments, options", [
     ("get_soft_overlong_punishment", "soft_punish_cache", (4, 5), {}),
+    ("maxrl_advantages", "rewards", (-X[:, 0], 2), {}),
     ("distillation_advantages", "teacher_logps", (X[0], X, X), {}),
     ("distillation_advantages", "teacher_logps", (X, X, X[0]), {}),
     ("gae_advantages", "values", (X, X[0], X), {}), ("gae_advantages", "values", (X, X, X[0]), {}),
