@@ -1,7 +1,7 @@
 """grpo.py: Group Relative Policy Optimization, its equations as pure functions.
 
-A language model (the policy) answers each prompt G times; these answers are a group. Each answer
-gets a score. Tokens of an answer above the group's mean are pushed up, those of one below it down.
+A language model (the policy) answers each prompt G times; these answers are a group. Each gets a
+reward. Tokens of an answer above the group's mean reward are pushed up, of one below it down.
 §1-§7 lead from rewards to the loss. §8: process supervision, reward functions. §9: sampling.
 §10: Algorithm 1. §11: a demo. §12: the command line.
 
@@ -27,12 +27,12 @@ Notation (DeepSeekMath, arXiv:2402.03300, "the paper" below)
     β, μ           beta, num_iterations            weight of the KL term; passes over one batch
 
 The paper maximizes J; the loss here is -J. Most defaults are TRL's: "dapo", β = 0 and one update
-on each batch, so that ρ = 1 and nothing clips (tiny makes two updates). With β > 0, TRL since 1.10
+on each batch, so that ρ = 1: no token is clipped (tiny makes two updates). At β > 0 TRL since 1.10
 multiplies the KL by ρ (use_bias_correction_kl). The paper's loss: --loss_type grpo --beta 0.04.
 
-The Args of a docstring leave out what the table explains. A mask may be bool, integer or float.
-Padding is where it is 0. No value there, not even NaN, changes the result or the gradient of
-importance_ratio, aggregate and grpo_loss; a NaN in a model's logits does reach its weights. A shape
+The Args of a docstring leave out what the table explains. A mask may be bool, integer or float, and
+is 0 at padding. What importance_ratio, aggregate and grpo_loss find there, even NaN, reaches no
+result and no gradient; but a NaN in a model's logits does reach the model's weights. A shape
 or a word that would be wrong in silence is an error, which names the argument, what came and what
 is allowed; python -O switches these checks off. Top-k and top-p sampling are left out, because they
 change the log-probs.
@@ -81,9 +81,9 @@ def group_stats(rewards, num_generations, *, correction=1):
     """Compute the mean and the standard deviation of the rewards of each group.
 
     mean = 1/G·Σ r_i,  std = √(Σ (r_i - mean)² / (G - correction)).
-    A reward of NaN is absent: neither sum has it, and G does not count it. correction (below
-    num_generations): 1 is Bessel's, as in TRL; DeepSeekMath §4.1.2 does not say.
-    Returns: (P,), (P,); for a silent group (equal rewards) exactly that reward and 0.
+    An answer whose reward is NaN is left out of both sums and of G. correction (below
+    num_generations): 1 divides by G - 1, as TRL does; DeepSeekMath §4.1.2 does not say.
+    Returns: (P,), (P,); for a zero-variance ("silent") group exactly its reward and 0.
     """
     assert rewards.dim() == 1, f"rewards: got {tuple(rewards.shape)}; allowed is (B,)"
     assert num_generations > correction and len(rewards) % num_generations == 0, (
@@ -98,7 +98,7 @@ def group_stats(rewards, num_generations, *, correction=1):
 
 
 def group_advantages(rewards, num_generations, *, scale_rewards="group", correction=1, eps=1e-4):
-    """Compare each answer with the mean of its group.
+    """Compare each reward with the mean of its group.
 
     "group": A_i = (r_i - mean) / (std + eps), mean and std of the group; eps in reward units.
     "batch": the same mean, and the std of the whole batch.
@@ -189,7 +189,7 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
                    logits_to_keep=completion_ids.size(1) + 1)
     logits = output.logits[:, -1 - completion_ids.size(1):-1]  # (B, T, V): t - 1 predicts token t
     logps, entropies = [], []
-    # 16 positions at a time, so that float32 copies are small; with gradient, log-softmax is kept.
+    # Chunks of 16 positions keep float32 copies small; each log-softmax is kept for backward().
     for chunk, index in zip(logits.split(16, 1), ids[:, prompt_ids.size(1):].split(16, 1)):
         chunk = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
         logps.append(selective_log_softmax(chunk, index))                       # (B, 16)
@@ -204,12 +204,12 @@ def per_token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_m
 # §4 Importance ratio and clip ---------------------------------------------------------------------
 
 def importance_ratio(logps, old_logps, completion_mask, *, importance_sampling_level="token"):
-    """Measure how much more likely the sampled tokens have become since π_old.
+    """Measure how many times as likely a sampled token is as it was under π_old.
 
     "token":    ρ_{i,t} = π_θ(o_t) / π_old(o_t) = exp(log π_θ - log π_old); ∇ρ is ρ·∇log π_θ.
     "sequence": s_i = exp(1/|o_i|·Σ_t log ρ_{i,t}), the geometric mean of the answer's ρ.
     Source: DeepSeekMath eq. 3; GSPO (arXiv:2507.18071) eq. 7.
-    Returns: (B, T), 1 at padding; "sequence": (B, 1); a constant e²⁰ where log ρ is above 20.
+    Returns: (B, T), 1 at padding; "sequence": (B, 1). Where log ρ is above 20: the constant e²⁰.
     """
     mask = completion_mask != 0
     assert old_logps.shape == mask.shape == logps.shape, (
@@ -235,14 +235,14 @@ def clip_ratio(ratio, epsilon_low=0.2, epsilon_high=0.2):
 
 
 def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0.2, delta=None):
-    """Push tokens of good answers up, of bad ones down, until ρ leaves the range in that direction.
+    """Push tokens of good answers up until ρ is above the range, of bad ones down until below it.
 
     l = -min(ρ·A, clip(ρ)·A). Its gradient:
                  ρ < 1 - ε_low     inside the range     ρ > 1 + ε_high
         A > 0    -A·∇ρ             -A·∇ρ                0, clipped
         A < 0    0, clipped        -A·∇ρ                -A·∇ρ
     It is 0 once the token has moved far enough in the direction of A. It stays -A·∇ρ if the token
-    has moved in the other direction: the token has to come back. At A < 0 and ρ > 1 + ε_high,
+    has moved in the other direction, because it has to come back. At A < 0 and ρ > 1 + ε_high,
     l has no bound; delta (at least 1 + ε_high) replaces the unclipped ρ by min(ρ, δ), with gradient
     0 beyond δ. Source: DeepSeekMath eq. 3; delta: INTELLECT-2 (arXiv:2505.07291).
     Args: each (B, T) or (B, 1).
@@ -255,7 +255,7 @@ def clipped_surrogate_loss(ratio, advantages, *, epsilon_low=0.2, epsilon_high=0
 
 
 def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
-    """Weight the REINFORCE loss, -A·log π, by the capped ratio: a capped token keeps its gradient.
+    """Weight REINFORCE's loss, -A·log π, by the capped ratio, so that capped tokens still learn.
 
     l = -sg[min(ρ, ε_high)]·A·log π_θ;  sg: the weight is a constant (detach).
     Source: MiniMax-M1 (arXiv:2506.13585) eq. 4, 5; ε_high caps ρ itself, as in TRL, not 1 + ε_high.
@@ -267,7 +267,7 @@ def cispo_loss(logps, ratio, advantages, *, epsilon_high=5.0):
 
 
 def sapo_loss(ratio, advantages, *, temperature_pos=1.0, temperature_neg=1.05):
-    """Replace the clip by a sigmoid σ: the slope ∂l/∂ρ is -A at ρ = 1 and fades away from it.
+    """Replace the clip by a sigmoid σ: the slope ∂l/∂ρ is -A at ρ = 1 and fades as ρ moves away.
 
     l = -σ(τ·(ρ - 1))·4/τ·A,  τ = temperature_pos where A > 0, else temperature_neg; l = -2A/τ at
     ρ = 1. Source: SAPO (arXiv:2511.20347) eq. 5-6. Args: as in clipped_surrogate_loss.
@@ -284,9 +284,9 @@ def kl_estimate(logps, ref_logps, *, estimator="k3"):
     """Estimate KL(π_θ‖π_ref) in nats at each sampled token. Any shape.
 
     k1 = log π_θ - log π_ref,  k2 = ½·k1²,  k3 = exp(-k1) + k1 - 1 >= 0.
-    On average over the next token, drawn from π_θ after a given text, with a weight that does not
-    depend on it:
-              value      gradient by autograd, which does not see that the samples depend on θ
+    On average over a token drawn from π_θ (on-policy), if its weight in the loss does not depend on
+    which token it is:
+              value      gradient by autograd, which does not see that the draw depends on θ
         k1    KL         0 on average: noise
         k2    biased     ∇KL(π_θ‖π_ref)
         k3    KL         ∇KL(π_ref‖π_θ), the paper's choice
@@ -314,8 +314,8 @@ def aggregate(per_token_loss, completion_mask, *, loss_type, max_completion_leng
     "bnpo":    Σ l·m / Σ m of these rows   a token weighs 1 / (the tokens of this part of the batch)
     "dr_grpo": Σ l·m / (B·T_max)           a token weighs 1/(B·T_max), as much in any answer
     "dapo":    Σ l·m / N                   a token weighs 1/N, N the tokens of the update
-    If the rows of an update are split, give each part their number B (num_rows_in_batch) and N
-    (num_items_in_batch): the losses of the parts then add up to the loss of the whole. "bnpo"
+    If the rows of an update are split, give each part the whole update's B (num_rows_in_batch) and
+    N (num_items_in_batch), so that the losses of the parts add up to the loss of the whole. "bnpo"
     ignores both, so the command line has no bnpo.
     Args: per_token_loss (B, T), or (B, 1): one loss per answer. A row without tokens counts in B.
     Source: DeepSeekMath eq. 3; Dr. GRPO (arXiv:2503.20783) §3.2; DAPO (arXiv:2503.14476) §3.3,
@@ -355,8 +355,8 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
         (ρ below the range, A < 0), /high_mean (ρ above it, or above cispo's cap, A > 0) and
         /region_mean (both); kl, the mean of the KL term. Divided by num_items_in_batch, if given,
         they add up over parts.
-    Gotcha: on-policy, at beta 0, the "clip" loss is Σ -w·A, often near 0, w a token's weight in
-    aggregate; its gradient is Σ -w·A·∇log π, and the policy learns.
+    Gotcha: on-policy, at beta 0, the "clip" loss is -Σ w·A (w: a token's weight in aggregate), so
+    near 0 where good and bad cancel. Its gradient, -Σ w·A·∇log π, need not be: the policy learns.
     """
     assert ref_logps is not None or (beta == 0 and not use_bias_correction_kl), (
         "ref_logps: got None; allowed with beta > 0 or use_bias_correction_kl: (B, T)")
@@ -414,7 +414,7 @@ def grpo_loss(logps, advantages, completion_mask, *, old_logps=None, ref_logps=N
 
 def process_advantages(step_rewards, step_ends, completion_mask, num_generations, *, correction=1,
                        eps=1e-4):
-    """Give each token credit for every reasoning step that ends at or after it.
+    """Give each token credit for the reasoning steps that end at or after it: it led to them.
 
     A_{i,t} = Σ_{j: end(i,j) >= t} z_{i,j},  z = (r - mean) / (std + eps) over a group's steps.
     Args: step_rewards (B, S), NaN = no such step; step_ends (B, S), the index t of its last token.
@@ -478,7 +478,7 @@ def accuracy_reward(completions, solution, **kwargs):
 
 
 def think_format_reward(completions, **kwargs):
-    """Give 1 to a text that begins with its one <think>...</think> and then has an answer, else 0.
+    """Give 1 to a text that is one <think>...</think> and then an answer, and 0 to any other.
 
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. TRL's accepts a second </think>, an empty answer.
     """
