@@ -268,7 +268,8 @@ def test_the_numbers_of_page_08():
     logits = f64([2, 1, 0])
     too_likely = logits.log_softmax(0) - (logits / 0.5).log_softmax(0)
     logps = logits.log_softmax(0)
-    on_page("08", "e² + e + 1", "11.1073 2.4076 -0.4076 -1.4076 -2.4076", logits.exp().sum(), logits.logsumexp(0), logps)
+    on_page("08", "e² + e + 1", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
+    on_page("08", "e² + e + 1", "-0.4076 -1.4076 -2.4076", logps)
     on_page("08", "How open was", "0.6652 0.2447 0.0900 0.8324", logps.exp(), grpo.entropy_from_logits(logits))
     on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429", (logits / 0.5).log_softmax(0))
     on_page("08", "At temperature 0.5", "2.086 0.767", too_likely.exp()[1], too_likely.exp()[0])
@@ -346,7 +347,8 @@ def test_the_numbers_of_page_10():
     on_page("10", "| REINFORCE | 1, 1, 1", "0.75", pushes(R, STILL, **per_answer).sum())
     on_page("10", "| RLOO | ⅔", "0.5", pushes(of_others, STILL, **per_answer).sum())
     on_page("10", "| Dr. GRPO | 0.5", "0.5 0.0417", centred[0], pushes(centred, drift, **dr_grpo).sum())
-    on_page("10", "| SAPO | 1 |", "1 1.2378 1.4051 0.3036", 12 * pushes(A, drift, **sapo), pushes(A, drift, **sapo).sum())
+    faded = pushes(A, drift, **sapo)
+    on_page("10", "| SAPO | 1 |", "1 1.2378 1.4051 0.3036", 12 * faded, faded.sum())
     for options, pushed, on_policy in ((clip, 1, 0.25), (gspo, 0, 0.25), (sapo, 3, 0.25), (dapo, 2, 3 / 9),
                                        (cispo, 3, 3 / 9)):
         assert pushes(A, drift, **options).count_nonzero() == pushed, options
@@ -366,7 +368,8 @@ def test_the_numbers_of_page_10():
     rho = torch.full((1, 1), 50.0, dtype=torch.float64, requires_grad=True)
     of_delta = [(loss, gradient(loss, rho)) for A, delta in ((-1, None), (-1, 4), (1, 4), (1, None))
                 for loss in [grpo.clipped_surrogate_loss(rho, f64([[A]]), delta=delta)]]
-    on_page("10", "the loss is 4 instead", "4 50 0 -1.2", of_delta[1][0], of_delta[0][0], of_delta[1][1], of_delta[2][0])
+    (without, _), (with_delta, slope), (of_right, _), _ = of_delta
+    on_page("10", "the loss is 4 instead", "4 50 0 -1.2", with_delta, without, slope, of_right)
     assert of_delta[0][1] == 1 and of_delta[2] == of_delta[3]
 
     for right, text in ((1, "0.875 0.875 0.3307 2.6458 0.875 0.125 7"), (4, "0.5 0.5 0.5 1 0.5 0.5 1")):
@@ -403,8 +406,8 @@ def test_the_numbers_of_page_10_on_baselines():
     fixed = [variance(lambda rewards, G: rewards - b, 1) for b in (0, 0.6, 10)]
     on_page("10", "| variance of", "0.1662 0.0438 56.4062", *fixed)
     of_others, plain = variants.leave_one_out_advantages, lambda rewards, G: rewards
-    on_page("10", "The one without a baseline", "0.0831 0.1172 0.0268 0.0416", variance(plain, 2), variance(of_others, 2),
-            variance(of_others, 4), variance(plain, 4))
+    on_page("10", "The one without a baseline", "0.0831 0.1172", variance(plain, 2), variance(of_others, 2))
+    on_page("10", "The one without a baseline", "0.0268 0.0416", variance(of_others, 4), variance(plain, 4))
 
 
 # The runs ---------------------------------------------------------------------------------------------------
@@ -418,6 +421,11 @@ def test_the_numbers_of_the_demos_runs():
     for name, cells in rows:
         means = [good[name][:10].mean(), good[name][-10:].mean(), collapse[name][-10:].mean()]
         assert [float(cell) for cell in cells.split(" | ")] == approx(means, abs=6e-4), name
+    total = good["rewards/accuracy_reward/mean"] + good["rewards/think_format_reward/mean"]
+    for step, text in ((8, "1.76 34 0.04"), (80, "1.96 72 0.01")):
+        steps = slice(step - 8, step)
+        on_page("11", "takes the run; after a stop", f"{step} {text}", step, total[steps].mean(),
+                100 * good["frac_reward_zero_std"][steps].mean(), good["entropy"][steps].mean())
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
     on_page("11", "**The first two steps", "0.56 0.03 0.00 0.04 0.33", right[:3], entropy[0], entropy.max())
     assert right[3:].max() < 0.01
@@ -449,7 +457,7 @@ def test_the_numbers_of_page_06s_runs():
     stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
-    right, silent = [runs[0][name].reshape(-1, 5).mean(1)[1:] for name in ("reward", "silent")]
+    right, silent = (runs[0][name].reshape(-1, 5).mean(1)[1:] for name in ("reward", "silent"))
     assert (silent > right**8 + (1 - right)**8).all()                   # the dots beyond the first: above the curve
     assert stuck["entropy"][44] > 0.7                                   # it rises in between
     assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right
