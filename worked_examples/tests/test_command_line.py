@@ -16,8 +16,8 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from conftest import (PROBLEMS, SMALL, assert_same_run, chat_tokenizer, cli, command, disk_full_at, lines_of, make_model,
-                      question)
+from conftest import (PROBLEMS, SMALL, assert_same_run, chat_tokenizer, cli, command, disk_full_at, lines_of,
+                      make_model, question)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,8 +181,8 @@ def test_no_run_touches_what_it_has_not_made(data):
 
 
 def test_all_that_a_run_is_named_by_comes_back_in_any_folder(data, monkeypatch):
-    """Config, model, data and rewards of the newest checkpoint, by its number, that is whole. Flags that come again win;
-    other rewards, or another order, are refused. A checkpoint is data: one that names code is refused."""
+    """Config, model, data and rewards of the newest whole checkpoint, by its number. Flags that come again win; other
+    rewards, or another order, are refused. A checkpoint is data: one that names code is refused."""
     first = command(data, dataset="text.jsonl", output_dir="out", learning_rate=0.02, seed=7, reward_weights=[1, 2])
     options, config, _ = grpo.parse_options(first)
     assert cli(*first).code == 0
