@@ -1,42 +1,42 @@
 const $ = id => document.getElementById(id);
-const form = $("config"), glyph = {"<think>": "⟨", "</think>": "⟩", "<eos>": "■", "<pad>": "□"};
-const show = ids => [...ids].map(id => glyph[words[id]] ?? words[id]).join("");
+const form = $("config");
+const glyph = {"<think>": "⟨", "</think>": "⟩", "<eos>": "■", "<pad>": "□"};
+const show = ids => ids.map(id => glyph[words[id]] ?? words[id]).join("");
 const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
-const signed = x => (x > 0 ? "+" : "") + fixed(x);
 const from_half = h => {                                    // float16: a sign, 5 bits of exponent, 10 of fraction
   const exponent = h >> 10 & 31, fraction = (h & 1023) / 1024;
   return (h >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
 };
 const bytes = Uint8Array.from(atob($("weights").textContent), character => character.charCodeAt());
-const weights = Float32Array.from(new Uint16Array(bytes.buffer), from_half), held = $("sums").textContent.split(" ");
+const weights = Float32Array.from(new Uint16Array(bytes.buffer), from_half);
+const held = $("sums").textContent.split(" ");
 const code = URL.createObjectURL(new Blob(["maths", "gpt2", "worker"].map(id => $(id).textContent)));
 const learner = new Worker(code), evaluator = new Worker(code);
-let prompt = "15+87=", verdicts = {}, history = [], marks = [], now, first, running = false, busy = false, next, waiting;
+let prompt = "15+87=", verdicts = {}, history = [], changes = [], running = false, busy = false, now, next, waiting;
 
 function config() {                                         // what the reader has chosen, by grpo.py's names
-  const chosen = Object.entries(Object.fromEntries(new FormData(form)));
-  const numbers = Object.fromEntries(chosen.map(([name, value]) => [name, isNaN(value) ? value : +value]));
-  return {...numbers, prompt, verdicts, shown: now?.shown ?? 0};
+  const chosen = [...new FormData(form)].map(([name, value]) => [name, isNaN(value) ? value : +value]);
+  return {...Object.fromEntries(chosen), prompt, verdicts, shown: now?.shown ?? 0};
 }
 
 function ask(action) {                                      // one question at a time; one may wait
-  if (busy) return next = next === "start" ? next : action;
+  if (busy) next = next === "start" ? next : action;
+  else learner.postMessage({action, config: config(), ...(action === "start" && {weights, held})});
   busy = true;
-  learner.postMessage({action, config: config(), ...(action === "start" && {weights, held})});
-  draw_bar();
+  draw_rest();
 }
 
 learner.onmessage = ({data}) => {
-  if (data.action === "start") [history, marks, first] = [[], [], null];
+  if (data.action === "start") history = changes = [];
   if (data.action === "sample") history.pop();              // new answers, the same weights
-  history.push(now = {...data, prompt, shown: 0});
+  now = {...data, prompt, shown: 0};
+  history = [...history, now];
+  const action = next ?? (running ? "step" : null);
   busy = false;
+  next = null;
   evaluate(now);
   draw_group(!running);
-  draw_chart();
-  const action = next ?? (running ? "step" : null);
-  next = null;
-  action ? ask(action) : draw_bar();
+  action ? ask(action) : draw_rest();
 };
 
 function evaluate(state) {                                  // in a worker of its own; if it is busy, the newest state waits
@@ -46,153 +46,151 @@ function evaluate(state) {                                  // in a worker of it
   evaluator.postMessage({action: "evaluate", weights: state.weights, held});
 }
 
-evaluator.onmessage = ({data: {rows}}) => {
-  const state = evaluator.state, has_carry = ({prompt}) => +prompt[1] + +prompt[4] > 9;
-  const accuracy = rows => sum(rows.map(row => reward_funcs.accuracy_reward(row.text, row.prompt))) / rows.length;
+evaluator.onmessage = ({data: rows}) => {
+  const {state} = evaluator;
+  for (const row of rows) row.right = reward_funcs.accuracy_reward(row.text, row.prompt);
+  const has_carry = ({prompt}) => +prompt[1] + +prompt[4] > 9;
+  const accuracy = rows => sum(rows.map(row => row.right)) / rows.length;
   const carry = accuracy(rows.filter(has_carry)), plain = accuracy(rows.filter(row => !has_carry(row)));
   state.held = {rows: rows.slice(0, 4), all: accuracy(rows), carry, plain};
-  if (history[0] === state) first = state.held.rows;
   evaluator.state = null;
   if (waiting !== state) evaluate(waiting);
-  draw_chart();
-  draw_held();
-  draw_bar();
+  draw_rest();
 };
 
-// own: −∂loss/∂log π at ρ = 1. added: over the answers that share this beginning and token. net: added − π·(the sum of
-// added over all tokens after this beginning), the push on the token's logit.
+// own: −∂loss/∂log π at ρ = 1. added: over the answers that have this beginning and token. net: on the token's logit,
+// added − π·(the sum of added over the tokens after this beginning).
 function find_pushes(group, options) {
   const places = {};
-  const cells = group.map(({completion_ids: ids, logps, advantage, after}) => ids.map((id, t) => {
-    const place = places[ids.slice(0, t)] ??= {before: ids.slice(0, t), total: 0, tokens: {}};
-    const token = place.tokens[id] ??= {id, place, π: Math.exp(logps[t]), after: after && Math.exp(after[t]), added: 0};
+  const cells = group.map(({completion_ids: ids, logps, after, advantage}) => ids.map((id, t) => {
+    const place = places[ids.slice(0, t)] ??= {beginning: show(ids.slice(0, t)), total: 0, tokens: {}};
+    const token = place.tokens[id] ??= {word: show([id]), place, π: Math.exp(logps[t]), added: 0};
     const own = advantage / denominator(ids.length, options);
+    if (after) token.after = Math.exp(after[t]);
     place.total += own;
     token.added += own;
-    return {own, token};
+    return {token, own};
   }));
-  for (const {tokens, total} of Object.values(places))
-    for (const token of Object.values(tokens)) token.net = token.added - token.π * total;
+  const branches = Object.values(places).map(place => Object.values(place.tokens));
+  for (const token of branches.flat()) token.net = token.added - token.π * token.place.total;
+  for (const cell of cells.flat()) Object.assign(cell, {added: cell.token.added, net: cell.token.net});
   const size = tokens => Math.max(...tokens.map(token => Math.abs(token.net)));
-  const forks = Object.values(places).map(place => Object.values(place.tokens).sort((a, b) => b.π - a.π));
-  return {cells, forks: forks.filter(tokens => tokens.length > 1).sort((a, b) => size(b) - size(a)).slice(0, 2)};
+  const forks = branches.filter(tokens => tokens.length > 1).sort((a, b) => size(b) - size(a));
+  forks.flat().forEach(token => { token.parts = "fork"; });
+  return {cells, fork: forks[0]?.sort((a, b) => b.π - a.π)};
 }
 
 function draw_group(fresh) {
-  const {rows, shown, num_generations: G} = now, options = {...config(), num_rows_in_batch: rows.length};
-  options.num_items_in_batch = sum(rows.map(row => row.completion_ids.length));
+  const {rows, shown, num_generations: G} = now, group = rows.slice(shown, shown + G), options = config();
   compute_rewards(rows, {...options, num_generations: G});
-  const firsts = [...rows.keys()].filter(i => i % G === 0), stats = i => group_stats(rows.slice(i, i + G).map(row => row.reward));
-  const group = rows.slice(shown, shown + G), [mean, std] = stats(shown), {cells, forks} = find_pushes(group, options);
-  const loud = firsts.filter(i => stats(i)[1] > 0), focus = document.activeElement?.dataset?.i;
+  const firsts = [...rows.keys()].filter(i => i % G === 0), std = i => group_stats(rows.slice(i, i + G).map(row => row.reward))[1];
+  const loud = firsts.filter(i => std(i) > 0), num_items_in_batch = sum(rows.map(row => row.completion_ids.length));
+  const {cells, fork} = find_pushes(group, {...options, num_items_in_batch, num_rows_in_batch: rows.length});
+  const focus = document.activeElement?.dataset?.i;
   Object.assign(now, {group, reward: sum(rows.map(row => row.reward)) / rows.length, silent: firsts.length - loud.length});
   $("many").textContent = G;
   $("group").classList.toggle("fresh", fresh);
-  const peak = view => Math.max(1e-9, ...cells.flat().map(cell => Math.abs(cell[view] ?? cell.token[view])));
-  const sizes = Object.fromEntries(["own", "added", "net"].map(view => [view, 9 / peak(view)]));
-  $("group").innerHTML = '<div class="row head"><span>reward</span><span class="A">A</span><span>tokens</span></div>' +
-    group.map((row, i) => {
-      const verdict = {1: "✓ 1", 0: "✗ 0"}[row.reward] ?? fixed(row.reward), mine = row.prompt + row.text in verdicts ? " ✎" : "";
-      const color = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "soft";
-      const tokens = cells[i].map(({own, token}, t) => `<span class="token ${Object.keys(token.place.tokens).length > 1 ? "fork" : ""}"
-        title="π ${fixed(token.π, 3)}" style="--t: ${t}; --own: ${own * sizes.own}px; --added: ${token.added * sizes.added}px;
-        --net: ${token.net * sizes.net}px">${show([token.id])}</span>`);
-      return `<div class="row"><button data-i="${i}" aria-label="answer ${i + 1}, reward ${row.reward}: overrule"
-        >${verdict}${mine}</button><span class="A ${color}">${row.advantage ? signed(row.advantage) : 0}</span>
-        <span class="mono">${tokens.join("")}</span></div>`;
-    }).join("");
-  if (focus) $("group").querySelector(`[data-i="${focus}"]`)?.focus();
-  const formula = {group: "(r − mean) / std", none: "r − mean", "no mean": "r"}[options.scale_rewards];
-  $("stats").innerHTML = std > 0 || options.scale_rewards === "no mean" ?
-    `Rewards r: mean ${fixed(mean)}, std ${fixed(std)}. The advantage of an answer is A = ${formula}.` :
-    "All eight rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. ".replace("eight", G) + (loud.length ?
-      `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>, whose answers differ.` :
-      "So are the others: this step moves no weight.");
-  const list = (forks, text) => forks.map(tokens => `after <code>${show(tokens[0].place.before)}</code> ` +
-    tokens.map(token => `<span><code><b>${show([token.id])}</b></code> ${text(token)}</span>`).join(" · ")).join("; ");
-  const arrow = x => Math.abs(x) < 1e-5 ? "" : x > 0 ? ' <b class="up">▲</b>' : ' <b class="down">▼</b>';
-  const moved = now.moved ? find_pushes(now.moved, options).forks : [];
-  $("forks").innerHTML = (forks.length ? `<p>The answers part ${list(forks, ({π, net}) => `π ${fixed(π, 3)}${arrow(net)}`)}.</p>` : "") +
-    (moved.length ? `<p>The last step moved, ${list(moved, ({π, after}) => `π ${fixed(π, 3)} → ${fixed(after, 3)}`)}.</p>` : "");
+  $("group").innerHTML = group.map((row, i) => row_html(row, i, cells)).join("");
+  $("group").querySelector(`[data-i="${focus}"]`)?.focus();
+  $("loud").hidden = std(shown) > 0 || options.scale_rewards === "no mean";
+  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, it pushes nothing. " + (loud.length > 0 ?
+    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So are all groups of this step: no weight moves.");
+  const list = (fork, text) => `<code>${fork[0].place.beginning}</code> ` +
+    fork.map(token => `<span><code class="${color(token.net)}">${token.word}</code> ${text(token)}</span>`).join(", ");
+  const moved = now.moved && find_pushes(now.moved, {}).fork;
+  $("forks").innerHTML = (fork ? `Answers part after ${list(fork, ({π}) => `π = ${fixed(π, 3)}`)}.` : "All answers are alike.") +
+    (moved ? `<br>The last step, after ${list(moved, ({π, after}) => `${fixed(π, 3)} → ${fixed(after, 3)}`)}.` : "");
 }
 
-const lines = [
-  ["c1", "held-out sums with a carry", state => state.held?.carry],
-  ["c2", "held-out sums without", state => state.held?.plain],
-  ["c3", "probability of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
-  ["c4", "mean reward", state => state.reward]];
+const color = x => x > 1e-9 ? "up" : x < -1e-9 ? "down" : "soft";
 
-function draw_chart() {
-  const end = Math.max(20, now.step), x = state => 100 * state.step / end, y = value => 100 - 100 * Math.min(1, Math.max(0, value));
-  const changes = marks.map(({step}) => `M${100 * step / end} 0V100`).join("");
-  $("chart").innerHTML = `<path class="grid" d="M0 50H100${changes}"/>` + lines.map(([color, , value]) => {
-    const points = history.filter(state => value(state) !== undefined).map(state => `${x(state)} ${y(value(state))}`);
-    return points.length ? `<path class="${color}" d="M${points.join("L")}"/><path class="${color} dot" d="M${points.at(-1)}h0"/>` : "";
-  }).join("");
+function row_html({prompt, text, reward, advantage}, i, cells) {
+  const name = {1: "✓ 1", 0: "✗ 0"}[reward] ?? fixed(reward), mine = prompt + text in verdicts ? " ✎" : "";
+  const height = (view, x) => 9 * x / Math.max(1e-9, ...cells.flat().map(cell => Math.abs(cell[view])));
+  const tokens = cells[i].map((cell, t) => {
+    const sizes = ["own", "added", "net"].map(view => `--${view}: ${height(view, cell[view]).toFixed(2)}px`);
+    return `<span class="token ${cell.token.parts}" style="--t: ${t}; ${sizes.join("; ")}">${cell.token.word}</span>`;
+  });
+  return `<div class="row"><button data-i="${i}" aria-label="answer ${i + 1}, reward ${fixed(reward)}: overrule">${name}${mine}</button>` +
+    `<span class="A ${color(advantage)}">${advantage > 0 ? "+" : ""}${fixed(advantage)}</span><span class="mono">${tokens.join("")}</span></div>`;
+}
+
+const lines = {
+  c1: ["held-out sums with a carry", state => state.held?.carry],
+  c2: ["held-out sums without", state => state.held?.plain],
+  c3: ["probability of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
+  c4: ["mean reward", state => state.reward]};
+
+function draw_rest() {
+  if (!now) return;
+  const end = Math.max(20, now.step), evaluated = history.filter(state => state.held), legend = [];
+  const drawn = Object.entries(lines).map(([name, [text, value]]) => {
+    const points = history.filter(state => value(state) !== undefined);
+    const path = points.map(state => `${100 * state.step / end} ${100 - 100 * Math.min(1, Math.max(0, value(state)))}`);
+    legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text} ` +
+      (name === "c3" ? `<code>${now.carry.digit}</code> after <code>${show(encode(now.carry.before))}</code> ` : "") +
+      `<b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
+    return points.length ? `<path class="${name}" d="M${path.join("L")}"/><path class="${name} dot" d="M${path.at(-1)}h0"/>` : "";
+  });
+  $("chart").innerHTML = `<path class="grid" d="M0 50H100${changes.map(({step}) => `M${100 * step / end} 0V100`).join("")}"/>` + drawn.join("");
+  $("legend").innerHTML = legend.join("");
   $("end").textContent = end;
-  $("legend").innerHTML = lines.map(([color, name, value]) => {
-    const last = value(history.findLast(state => value(state) !== undefined) ?? now);
-    return `<span><svg class="${color}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${name} ` + (color === "c3" ?
-      `<code>${now.carry.digit}</code> after <code>${show(encode(now.carry.before))}</code> ` : "") + `<b>${last === undefined ? "…" : fixed(last)}</b></span>`;
-  }).join("");
-  $("marks").textContent = marks.length ? `You changed ${marks.slice(-4).map(({step, text}) => `${text} (step ${step})`).join(", ")}.` : "";
-}
-
-function draw_held() {
-  const {rows} = history.findLast(state => state.held).held;
-  const cell = ({completion_ids: ids, text, prompt}) => `<code>${show(ids.filter(id => id !== eos))}</code> ` +
-    (reward_funcs.accuracy_reward(text, prompt) ? '<b class="up">✓</b>' : '<b class="down">✗</b>');
-  $("held").innerHTML = rows.map((row, i) => `<tr><td><code>${row.prompt}</code><td><small>at first<br>now</small>` +
-    `<td>${cell(first?.[i] ?? row)}<br>${cell(row)}`).join("");
-}
-
-function draw_bar() {
+  $("changes").textContent = changes.slice(-4).map(({step, text}) => `Step ${step}: ${text}.`).join(" ");
+  const answer = ({completion_ids: ids, right}) =>
+    `<code>${show(ids.filter(id => id !== eos))}</code> <b class="${right ? "up" : "down"}">${right ? "✓" : "✗"}</b>`;
+  $("held").innerHTML = (evaluated.at(-1)?.held.rows ?? []).map((row, i) => `<tr><td><code>${row.prompt}</code>` +
+    `<td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
   $("run").textContent = running ? "❚❚ Pause" : "▶ Run";
-  $("run").ariaPressed = running;
   $("bar").className = busy ? "busy" : "";
-  const {step, metrics, silent, seconds} = now ?? {}, accuracy = history.findLast(state => state.held)?.held.all;
-  if (now) $("said").innerHTML = `step <b>${step}</b>` + (accuracy === undefined ? "" : ` · held-out accuracy <b>${fixed(accuracy)}</b>`) +
-    ` <small>· ${silent} of ${now.rows.length / now.num_generations} groups silent` + (metrics ? ` · ${fixed(100 * metrics.clipped, 1)} % clipped · ` +
-    `${fixed(seconds, 1)} s` : "") + "</small>";
+  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${evaluated.length ? fixed(evaluated.at(-1).held.all) : "…"}</b>
+    <small>· ${now.silent} of ${now.rows.length / now.num_generations} groups silent · ${fixed(100 * (now.metrics?.clipped ?? 0), 1)} %
+    clipped · ${fixed(now.seconds, 1)} s</small>`;
 }
 
-function changed(text, resample) {                          // noted below the chart
-  marks = [...marks.filter(mark => mark.step !== now.step || mark.text.split(":")[0] !== text.split(":")[0]), {step: now.step, text}];
-  resample ? ask("sample") : draw_group();
-  draw_chart();
-  draw_bar();
+function changed(text, resample) {                          // the chart notes it
+  changes = [...changes, {step: now.step, text}];
+  draw_group();
+  resample ? ask("sample") : draw_rest();
 }
-
-const hints = {
-  own: "Each token of an answer gets the push of its answer: nobody says which token was wrong.",
-  added: "Pushes on the same token after the same beginning are added up. Where all answers agree they cancel.",
-  net: "A token that is nearly certain cannot rise much. So what is left is where the answers part."};
 
 function view(name) {
-  form.view = name;
-  document.querySelector(`[name=view][value=${name}]`).checked = true;
+  const radio = document.querySelector(`[name=view][value=${name}]`);
+  radio.checked = true;
   $("group").dataset.view = name;
-  $("hint").textContent = hints[name];
+  $("hint").textContent = radio.dataset.hint;
 }
 
-const calm = matchMedia("(prefers-reduced-motion: reduce)").matches, show_later = calm ? [] : [["added", 4000], ["net", 7000]];
-const timers = show_later.map(([name, time]) => setTimeout(() => view(name), time));
-const stop_showing = () => timers.forEach(clearTimeout);
+const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+const story = calm ? [] : [["added", 4000], ["net", 8000]].map(([name, time]) => setTimeout(view, time, name));
 view(calm ? "net" : "own");
-$("views").onchange = ({target}) => (stop_showing(), view(target.value));
-$("step").onclick = () => (running = false, ask("step"));
-$("run").onclick = () => (running = !running, running && !busy ? ask("step") : draw_bar());
-$("again").onclick = () => (running = false, verdicts = {}, ask("start"));
-$("group").onclick = ({target}) => {
-  const row = now?.group[target.dataset.i];
-  if (!row) return;
-  verdicts[row.prompt + row.text] = row.reward > 0.5 ? 0 : 1;
-  changed(`${show(row.completion_ids)}: ${row.reward > 0.5 ? "wrong" : "right"}`);
+$("views").onchange = ({target}) => {
+  story.forEach(clearTimeout);
+  view(target.value);
 };
-$("stats").onclick = ({target}) => {
-  if (!target.dataset.first) return;
-  now.shown = +target.dataset.first;
-  [prompt, $("sum").value] = [now.rows[now.shown].prompt, now.rows[now.shown].prompt.slice(0, -1)];
+$("step").onclick = () => {
+  running = false;
+  ask("step");
+};
+$("run").onclick = () => {
+  running = !running;
+  running && !busy ? ask("step") : draw_rest();
+};
+$("again").onclick = () => {
+  running = false;
+  verdicts = {};
+  ask("start");
+};
+$("group").onclick = ({target: {dataset: {i}}}) => {
+  if (!i) return;
+  const row = now.group[i], verdict = row.reward > 0.5 ? 0 : 1;
+  verdicts[row.prompt + row.text] = verdict;
+  changed(`${row.prompt} ${show(row.completion_ids)} earns ${verdict}`);
+};
+$("loud").onclick = ({target: {dataset: {first}}}) => {
+  if (!first) return;
+  now.shown = +first;
+  now.prompt = prompt = now.rows[first].prompt;
+  $("sum").value = prompt.slice(0, -1);
   draw_group();
 };
 $("sum").onchange = ({target}) => {
@@ -202,8 +200,13 @@ $("sum").onchange = ({target}) => {
   ask("sample");
 };
 form.onsubmit = event => event.preventDefault();
-form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) => {
-  if (now) changed(`${label.firstChild.data.trim()}: ${option.text.trim()}`, /^num_gen|batch/.test(name));
+form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) =>
+  changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name));
+$("try").onclick = ({target: {dataset: {rules}}}) => {
+  if (!rules) return;
+  form.reset();
+  for (const [name, value] of new URLSearchParams(rules)) form[name].value = value;
+  changed(rules.replaceAll("&", ", "), true);
 };
-form.onreset = () => setTimeout(() => changed("rules: as at first", true));
+form.onreset = () => setTimeout(() => changed("the first rules", true));
 ask("start");

@@ -2,7 +2,7 @@
 // The other answers the held-out sums with weights that the page hands on; so a step does not wait for it.
 let run;
 
-function start({weights, held, seed = 14}) {
+function start({weights, held, seed = 4}) {
   const numbers = [...Array(100).keys()].filter(x => x > 10 && x % 10 > 0);
   const problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
   return {policy: make_model(weights), reference: make_model(weights), optimizer: {}, rng: random(seed), step: 0, problems};
@@ -36,7 +36,7 @@ function probability_of_the_carry(prompt) {                 // after <think>5+7=
 
 onmessage = ({data: {action, config, ...given}}) => {
   const began = performance.now();
-  if (action === "evaluate") return postMessage({rows: generate(make_model(given.weights), given.held), step: given.step});
+  if (action === "evaluate") return postMessage(generate(make_model(given.weights), given.held));
   if (action === "start") run = start(given);
   const done = action === "step" ? step(config) : {};
   sample(config);

@@ -1,0 +1,334 @@
+"""Tests of the page that learns: its maths against grpo.py's, and its buttons in Chromium.
+
+What compares numbers runs in Chromium, or, where there is none, in node; without both it is skipped.
+"""
+
+import base64
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+
+import numpy
+import pytest
+import torch
+from conftest import EXAMPLES
+
+import grpo
+from worked_examples.live import make_live
+
+PAGE = EXAMPLES / "live/live.html"
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM and CHROMIUM.startswith("/snap"):                           # a snap does not see tmp_path
+    CHROMIUM = None
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium")
+
+
+class Browser:
+    """Chromium with one page: commands of its DevTools protocol go through one pipe, answers come through another."""
+
+    def __init__(self, folder):
+        (read, self.to), (self.back, write) = os.pipe(), os.pipe()
+        flags = f"--headless --no-sandbox --disable-gpu --remote-debugging-pipe --user-data-dir={folder}/profile"
+        self.process = subprocess.Popen(f"exec {CHROMIUM} {flags} about:blank 3<&{read} 4>&{write} 2>/dev/null",
+                                        shell=True, executable="/bin/bash", pass_fds=(read, write))
+        os.close(read)
+        os.close(write)
+        self.number, self.session, self.events, self.received = 0, {}, [], b""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = {"sessionId": session}
+        for domain in "Page", "Runtime", "Network":
+            self.send(f"{domain}.enable")
+
+    def send(self, method, **params):
+        self.number += 1
+        data = json.dumps({"id": self.number, "method": method, "params": params} | self.session).encode() + b"\0"
+        while data:
+            data = data[os.write(self.to, data):]
+        while True:
+            while b"\0" not in self.received:
+                self.received += os.read(self.back, 2**20)
+            message, _, self.received = self.received.partition(b"\0")
+            message = json.loads(message)
+            if message.get("id") == self.number:
+                return message["result"]
+            self.events.append((message["method"], message["params"]))
+
+    def value(self, expression):
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait_for(self, condition):
+        ends = time.monotonic() + 300
+        while not self.value(condition):
+            assert time.monotonic() < ends and not self.exceptions(), (condition, self.exceptions())
+            time.sleep(0.05)
+
+    def exceptions(self):
+        return [params["exceptionDetails"] for method, params in self.events if method == "Runtime.exceptionThrown"]
+
+    def press(self, key):
+        text = {"Enter": "\r", " ": " "}.get(key, "")
+        codes = dict(key=key, code={" ": "Space"}.get(key, key), text=text,
+                     windowsVirtualKeyCode={"Enter": 13, " ": 32, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}[key])
+        self.send("Input.dispatchKeyEvent", type="keyDown", **codes)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **codes | {"text": ""})
+
+    def open_page(self):
+        """The page on a phone, with its first group."""
+        self.send("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        self.send("Page.navigate", url=PAGE.as_uri())
+        self.wait_for("typeof now === 'object' && !busy && history[0].held !== undefined")
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+def part(name):
+    return re.search(rf'id="{name}">\s*(.*?)</script>', PAGE.read_text(encoding="utf-8"), re.S)[1]
+
+
+def in_javascript(expression, given, folder):
+    """What an expression gives after the page's maths and transformer; given is there under this name."""
+    script = f"{part('maths')}\n{part('gpt2')}\nconst given = {json.dumps(given)};\n"
+    if CHROMIUM:
+        browser = Browser(folder)
+        try:
+            return json.loads(browser.value(f"{script} JSON.stringify({expression})"))
+        finally:
+            browser.close()
+    if not shutil.which("node"):
+        pytest.skip("no chromium, no node")
+    (folder / "script.cjs").write_text(f"{script} console.log(JSON.stringify({expression}))", encoding="utf-8")
+    return json.loads(subprocess.run(["node", folder / "script.cjs"], capture_output=True, check=True).stdout)
+
+
+def numbers_of(text, dtype="<f8"):
+    return numpy.frombuffer(base64.b64decode(text), dtype).astype("f8")
+
+
+@functools.cache
+def weights():
+    return torch.tensor(numbers_of(part("weights"), "<f2"))
+
+
+def model_of(numbers):
+    model = grpo.tiny_model(grpo.tiny_tokenizer(), 0).double()
+    torch.nn.utils.vector_to_parameters(numbers.clone(), model.parameters())
+    return model
+
+
+CASES = [{"num_generations": 8, "learning_rate": 3e-4, "reward_func": "accuracy_reward", "verdicts": {}, "epsilon": 0.2,
+          "loss_type": loss_type, "scale_rewards": scale_rewards, "beta": beta, "old": old}
+         for loss_type, scale_rewards, beta, old in [
+             ("dapo", "group", 0, "own"), ("dapo", "group", 0, "noisy"), ("dapo", "none", 0.4, "noisy"),
+             ("grpo", "group", 0, "noisy"), ("dr_grpo", "none", 0, "noisy"), ("bnpo", "group", 0, "noisy")]]
+COMPUTED = """(() => {
+  const base64 = numbers => {
+    const bytes = new Uint8Array(Float64Array.from(numbers).buffer), texts = [];
+    for (let i = 0; i < bytes.length; i += 9999) texts.push(btoa(String.fromCharCode(...bytes.subarray(i, i + 9999))));
+    return texts.join("");
+  };
+  const reference = make_model(given.reference);
+  const cases = given.cases.map(config => {
+    const policy = make_model(given.weights), optimizer = {};
+    const rows = given.rows.map((row, i) => ({...row, logps: given.old[config.old][i]}));
+    const logps = rows.map(row => [...per_token_logps(policy, row).x]);
+    compute_rewards(rows, config);
+    const metrics = backward(policy, reference, rows, config), gradient = base64(policy.all.d);
+    const updated = [1, 2].map(() => (update(policy, reference, rows, config, optimizer), base64(policy.all.x)));
+    return {...metrics, logps, gradient, updated, advantages: rows.map(row => row.advantage)};
+  });
+  return cases;
+})()"""
+
+
+def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
+    """32 answers, float64: log-probs, advantages, loss, gradient and clipped share to 1e-10; two AdamW updates to 1e-4"""
+    policy, reference, tokenizer = model_of(weights()), model_of(0.9 * weights()), grpo.tiny_tokenizer()
+    _, config, _ = grpo.parse_options("--model tiny --generation_batch_size 32 --per_device_train_batch_size 32".split())
+    dataset, _ = grpo.tiny_problems(42)
+    rng = numpy.random.default_rng(0)
+    rollout = grpo.sample_rollout(policy, tokenizer, dataset[:4], config, rng)
+    mask, everything = rollout.completion_mask, torch.arange(32)
+    rewards = torch.tensor(grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples]))
+    with torch.no_grad():
+        logps, ref_logps = (grpo.score_rows(model, rollout, everything, config) for model in (policy, reference))
+    old = {"own": logps, "noisy": (logps + torch.tensor(rng.normal(0, 0.25, logps.shape))) * mask}
+    cut = lambda x: [row[m != 0].tolist() for row, m in zip(x, mask)]
+    rows = [{"prompt": row["prompt"], "text": text, "prompt_ids": q.tolist(), "completion_ids": o} for row, text, q, o in
+            zip(rollout.examples, rollout.completions, rollout.prompt_ids, cut(rollout.completion_ids))]
+    cases = in_javascript(COMPUTED, {"weights": weights().tolist(), "reference": (0.9 * weights()).tolist(), "rows": rows,
+                                     "old": {name: cut(x) for name, x in old.items()}, "cases": CASES}, tmp_path)
+    same = lambda mine, theirs: numpy.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
+    losses, shares = set(), set()
+    for case, mine in zip(CASES, cases):
+        advantages = grpo.group_advantages(rewards.double(), 8, scale_rewards=case["scale_rewards"])
+        same(sum(mine["logps"], []), sum(cut(logps), []))
+        same(mine["advantages"], advantages)
+        model = model_of(weights())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=case["learning_rate"], weight_decay=0.0)
+        for k in range(2):
+            optimizer.zero_grad()
+            loss, metrics = grpo.grpo_loss(
+                grpo.score_rows(model, rollout, everything, config), advantages, mask, old_logps=old[case["old"]],
+                ref_logps=ref_logps, beta=case["beta"], loss_type=case["loss_type"], max_completion_length=28)
+            loss.backward()
+            if k == 0:
+                clipped = metrics["clip_ratio/region_mean"]
+                same([mine["loss"], mine["clipped"]], [loss.item(), clipped])
+                same(numbers_of(mine["gradient"]), torch.cat([weight.grad.reshape(-1) for weight in model.parameters()]))
+                losses.add(round(loss.item(), 6))
+                shares.add(clipped > 0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - weights()
+            gap = torch.tensor(numbers_of(mine["updated"][k])) - weights() - change
+            assert gap.norm() < 1e-4 * change.norm()
+    assert len(losses) == len(CASES) - 1 and len(shares) == 2           # bnpo's is dapo's, in one part
+
+
+def test_answers_and_rewards_are_those_of_grpo_in_a_browser(tmp_path):
+    """The greedy answers to the page's held-out sums, token by token; the two rewards of odd texts"""
+    texts = ["<think>7+5=12,4+8+1=13</think>132", "132", "<think>1</think>", "<think>1</think>132</think>", "</think>132",
+             "1<think>1</think>132", "<think><think></think>132", "<think></think>1<think>32", "<think></think>132", "",
+             "<pad>132", "<think>1</think>1</think>132"]
+    _, config, _ = grpo.parse_options([])
+    _, held_out = grpo.tiny_problems(config.seed)
+    held = part("sums").split()
+    assert held == [row["prompt"] for row in held_out[:100]]
+    got = in_javascript("""({answers: generate(make_model(given.weights), given.held).map(row => row.text),
+        rewards: ["accuracy_reward", "think_format_reward"].map(name => given.texts.map(text =>
+            reward_funcs[name](text, "47+85=")))})""", {"weights": weights().tolist(), "held": held, "texts": texts}, tmp_path)
+    policy = model_of(weights())
+    assert got["answers"] == grpo.sample_rollout(policy, grpo.tiny_tokenizer(), held_out[:100], config).completions
+    assert got["rewards"] == [grpo.accuracy_reward(texts, ["132"] * len(texts)), grpo.think_format_reward(texts)]
+
+
+def test_the_page_is_made_of_its_parts_and_of_grpos_cold_start():
+    """Byte for byte but for the weights, which differ from processor to processor by a tenth; 350 KB at most"""
+    html = PAGE.read_text(encoding="utf-8")
+    policy, held_out = make_live.cold_start()
+    without_weights = lambda text: re.sub("[A-Za-z0-9+/]{9999,}=*", "", text)
+    assert without_weights(html) == without_weights(make_live.page(policy, held_out))
+    fresh = torch.nn.utils.parameters_to_vector(policy.parameters()).detach().double()
+    assert (fresh - weights()).norm() < 0.2 * weights().norm()
+    assert len(html.encode()) <= 350_000 and "://" not in html
+
+
+@needs_chromium
+def test_the_page_learns_and_asks_nobody_in_a_browser(browser):
+    """By the keyboard, on a phone: Step at most forty times, until 0.9 of the held-out sums are right"""
+    browser.open_page()
+    assert browser.value("history[0].held.all") < 0.8
+    while browser.value("document.activeElement.id") != "step":
+        browser.press("Tab")
+    for step in range(1, 41):
+        browser.press("Enter")
+        browser.wait_for(f"now.step === {step} && !busy && !evaluator.state")
+        assert browser.value("document.documentElement.scrollWidth") <= 390
+        if browser.value("now.held.all") > 0.9:
+            break
+    assert browser.value("now.held.all") > 0.9
+    assert not browser.exceptions()
+    urls = [params["request"]["url"] for method, params in browser.events if method == "Network.requestWillBeSent"]
+    assert PAGE.as_uri() in urls and all(url == PAGE.as_uri() or url.startswith("blob:null/") for url in urls)
+
+
+PUSHES = """JSON.stringify(find_pushes(now.group, {loss_type: "dapo",
+  num_items_in_batch: sum(now.rows.map(row => row.completion_ids.length))}).cells.map((cells, i) => cells.map(
+  ({own, added, net}, t) => ({own, added, net, ids: now.group[i].completion_ids, prompt: now.group[i].prompt_ids}))))"""
+
+
+@needs_chromium
+def test_a_bar_is_minus_the_gradient_of_the_loss_in_a_browser(browser):
+    """own: to the token's log-prob in its answer; added: over the answers that share it; net: to its logit"""
+    browser.open_page()
+    cells = json.loads(browser.value(PUSHES))
+    rows = [row[0] for row in cells]
+    advantages = torch.tensor(browser.value("now.group.map(row => row.advantage)"), dtype=torch.float64)
+    num_items = browser.value("sum(now.rows.map(row => row.completion_ids.length))")
+    added, net = {}, {}
+    for row, A in zip(rows, advantages):
+        ids = torch.tensor([row["prompt"] + row["ids"]])
+        logits = model_of(weights())(input_ids=ids).logits[:, len(row["prompt"]) - 1:-1].detach().requires_grad_()
+        logps = grpo.selective_log_softmax(logits, torch.tensor([row["ids"]]))
+        loss, _ = grpo.grpo_loss(logps, A[None], torch.ones_like(logps), num_items_in_batch=num_items)
+        by_logp, by_logit = torch.autograd.grad(loss, [logps, logits])
+        row["own"] = (-by_logp[0]).tolist()
+        for t, token in enumerate(row["ids"]):
+            beginning = tuple(row["ids"][:t])
+            added[beginning, token] = added.get((beginning, token), 0) - by_logp[0, t].item()
+            net[beginning] = net.get(beginning, 0) - by_logit[0, t]
+    assert advantages.any()
+    for row, answer in zip(rows, cells):
+        for t, (token, cell) in enumerate(zip(row["ids"], answer)):
+            beginning = tuple(row["ids"][:t])
+            want = row["own"][t], added[beginning, token], net[beginning][token].item()
+            assert (cell["own"], cell["added"], cell["net"]) == pytest.approx(want, abs=1e-12)
+
+
+@needs_chromium
+def test_each_control_works_in_a_browser(browser):
+    """Each option of each list, each thing to try, a view, a verdict, another sum: a step, without an exception"""
+    browser.open_page()
+    choose = "form.elements[{!r}].selectedIndex = {}; form.elements[{!r}].dispatchEvent(new Event('change', {{bubbles: true}}));"
+    lists = browser.value("[...form.querySelectorAll('select')].map(list => [list.name, list.length])")
+    actions = [choose.format(name, k, name) for name, length in lists for k in range(length)]
+    tries = browser.value("document.querySelectorAll('[data-rules]').length")
+    actions += [f"document.querySelectorAll('[data-rules]')[{k}].click();" for k in range(tries)]
+    actions += ["$('group').querySelector('button').click();", "document.querySelector('[name=view][value=own]').click();",
+                "$('sum').value = '58+67'; $('sum').dispatchEvent(new Event('change'));", "$('again').click();"]
+    assert len(lists) > 5 and tries > 3
+    steps = 0
+    for action in actions:
+        browser.value(choose.format("generation_batch_size", 0, "generation_batch_size"))           # the quickest
+        browser.value(action + "1")
+        browser.wait_for("!busy")
+        steps = 0 if "again" in action else steps
+        browser.value("$('step').click(); 1")
+        browser.wait_for("!busy && !evaluator.state")
+        assert browser.value("Number.isFinite(history.reduce((total, {reward, held, metrics}) => "
+                             "total + reward + held.all + (metrics?.grad_norm ?? 0), 0))"), action
+        assert browser.value("document.documentElement.scrollWidth") <= 390, action
+    assert not browser.exceptions()
+
+
+@needs_chromium
+def test_a_silent_group_offers_another_in_a_browser(browser):
+    """Overruled until all eight rewards are equal: the page says so, and shows a group whose answers differ"""
+    browser.open_page()
+    assert browser.value("$('loud').hidden")
+    while browser.value("now.group.some(row => row.reward > 0)"):
+        browser.value("$('group').children[now.group.findIndex(row => row.reward > 0)].querySelector('button').click(); 1")
+    assert "silent group" in browser.value("$('loud').textContent") and not browser.value("$('loud').hidden")
+    browser.value("$('loud').querySelector('button').click(); 1")
+    assert browser.value("$('loud').hidden && new Set(now.group.map(row => row.reward)).size === 2")
+    assert browser.value("$('sum').value + '=' === now.group[0].prompt && prompt === now.group[0].prompt")
+
+
+@needs_chromium
+def test_the_page_follows_the_systems_colors_and_calm_in_a_browser(browser):
+    """Dark where the system is dark; without motion what is left is shown at once"""
+    grounds = set()
+    for scheme in "light", "dark":
+        features = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+        browser.send("Emulation.setEmulatedMedia", features=features)
+        browser.open_page()
+        grounds.add(browser.value("getComputedStyle($('bar')).backgroundColor"))
+        assert browser.value("$('group').dataset.view") == "net"
+    browser.send("Emulation.setEmulatedMedia", features=[])
+    assert len(grounds) == 2
