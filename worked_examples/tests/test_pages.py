@@ -59,13 +59,22 @@ def pushes_of(scores, drawn, words):
 
 
 def test_without_a_baseline_a_wrong_answer_rises_and_with_it_an_answer_rises_by_its_advantage():
-    """Page 0: a judge gives 9 to the word 0 and 8 to the others, of which word 1 is drawn twice. Page 1: of 100 texts
-    three essays were drawn: by r the other 97 fall; by A, which adds up to 0, their gradient is 0"""
+    """Page 0: 9 points for the word 0 and 8 for the others, of which word 1 is drawn twice; all draws of four. Page 1: of
+    100 texts three essays were drawn: by r the other 97 fall; by A, which adds up to 0, their gradient is 0"""
     rewards, drawn = f64([9, 8, 8, 8]), [0, 1, 1, 2]
     on_page("00", "The wrong one, 11", "33 -2 5 -3", rewards.sum(), pushes_of(rewards, drawn, 3))
     A = rewards - rewards.mean()
     on_page("00", "So you compare", "8.25 0.75 -0.25", rewards.mean(), A[:2])
     on_page("00", "So you compare", "0.75 -0.5 -0.25", pushes_of(A, drawn, 3))
+    wrong_wins = [0, 0]                                                 # by r, by A
+    for drawn in itertools.product(range(3), repeat=4):
+        earned = torch.where(torch.tensor(drawn) == 0, 9.0, 8.0).double()
+        for i, scores in enumerate((earned, earned - earned.mean())):
+            push = pushes_of(scores, list(drawn), 3)
+            wrong_wins[i] += (push[1:] > push[0] + 1e-9).any().item()
+    assert wrong_wins == [48, 0]
+    on_page("00", "The estimate is right on average", "81 48", 3**4, wrong_wins[0])
+
     A = grpo.group_advantages(ESSAYS, 3, **BY_G)
     for scores, moves in ((ESSAYS, [1, 1, 1] + 97 * [-1]), (A, [1, -1, -1] + 97 * [0])):
         push = pushes_of(scores, [0, 1, 2], 100)
@@ -94,7 +103,7 @@ def test_the_numbers_of_page_01s_second_group():
     on_page("01", "| G - 1 = 2 |", "0.5 1 -1 0", std, grpo.group_advantages(r, 3, eps=0))
     on_page("01", "| G - 1 = 2, with eps", "0.5001 0.9998 -0.9998 0", std + 1e-4, grpo.group_advantages(r, 3))
     on_page("01", "| no division by the std", "0.5 -0.5 0", grpo.group_advantages(r, 3, **UNSCALED))
-    on_page("01", "Strictly, each token", "13,781", 1.1**100)
+    on_page("01", "Strictly, the sum runs", "13,781", 1.1**100)
     ratio = grpo.importance_ratio(LOG_RATIOS, torch.zeros_like(LOG_RATIOS), LENGTHS)
     losses = grpo.clipped_surrogate_loss(ratio, f64([[1.225], [-1.225], [0]])) * LENGTHS
     on_page("01", "No: the ratios lie", "0.9048 1.1052", ratio.min(), ratio.max())
