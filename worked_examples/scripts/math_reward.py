@@ -20,12 +20,13 @@ import grpo
 
 FORMULA = r"(?:\\boxed\{.*\}|\$\$[^$]+\$\$|\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\))"
 COMMAND = r"\\[A-Za-z]+(\{[A-Za-z ]+\})?"                               # as \frac and \begin{pmatrix}: no words
+SIGNS = r"\\?%|°|\^(\\circ|\{\\circ\})"                                # gone before it is read: parsers differ in "50%"
 RULES = NormalizationConfig(malformed_operators=True, nits=True)        # not units: 5m is not 5
 LATEX = [math_verify.LatexExtractionConfig(normalization_config=RULES)]         # the other reader would take a part
 
 
 def parse(text):
-    text = text.replace(r"\$", "").replace(r"\mathrm{e}", "e")
+    text = re.sub(SIGNS, "", text).replace(r"\$", "").replace(r"\mathrm{e}", "e")
     formulas = re.findall(rf"{FORMULA}(?:\s*(?:,|and|or)\s*{FORMULA})*", text, re.S)
     bare = text.strip("* \t\r\n").rstrip("*. ")
     if not formulas and not re.search(r"[^\W\d_]{2}|\S\$|\n", re.sub(COMMAND, "", bare)):

@@ -4,7 +4,8 @@
         --reward_funcs worked_examples.scripts.reward_model.reward_model
 
 The reward is the logit of the model's single label for prompt and answer together: for chat data in the judge's chat
-template, else as one text. A judge without a trained head is refused: its scores would be noise.
+template, else as one text, each alone and in float32 (bfloat16 rounds away small differences, and with them the sign of
+A). A judge without a trained head is refused: its scores would be noise.
 """
 
 import functools
@@ -20,13 +21,11 @@ def judge():
     name = os.environ["REWARD_MODEL"]
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        name, trust_remote_code=False, num_labels=1, output_loading_info=True)
+        name, trust_remote_code=False, num_labels=1, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(f"REWARD_MODEL: {name} has no {sorted(info['missing_keys'])}; allowed is a trained judge")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id                  # the score is that of the last other token
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return pipeline("text-classification", model, tokenizer=tokenizer, device=device)
+    return pipeline("text-classification", model, tokenizer=tokenizer, device=device)   # one text a pass: no padding
 
 
 def reward_model(prompts, completions, **kwargs):

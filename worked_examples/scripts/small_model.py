@@ -1,13 +1,14 @@
 """A small transformer and a tokenizer for a task of your own, from a file of prompts and solutions.
 
     python worked_examples/scripts/small_model.py TASK.jsonl FOLDER [--eval_dataset FILE.jsonl] [--imitate COLUMN]
-                                                  [--steps M] [--seed S]
+                                                  [--until SHARE] [--steps M] [--seed S]
 
-Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}. The folder takes a GPT-2 of about 130,000
-weights and a tokenizer of the files' characters. GRPO learns from right answers that the model samples, and random
-weights have none. So first it imitates the solutions (or a COLUMN of worked answers, as "<think>7</think>4") until half
-of 200 sampled answers earn accuracy_reward, for M steps (1000) at most. The last line printed is the command that
-trains it. worked_examples/07_training_your_own_model.md is its page.
+Each line of TASK.jsonl is like {"prompt": "abcd>", "solution": "dcba"}; a prompt may be a list of messages. The folder
+takes a GPT-2 of about 130,000 weights and a tokenizer of the files' characters. GRPO learns from right answers that the
+model samples, and random weights have none. So first it imitates the solutions (or a COLUMN of worked answers, as
+"<think>7</think>4") for M steps (1000) at most, until a SHARE (0.35) of the way from chance, which is the share of the
+commonest answer, to all right is done. An answer is right if it is the COLUMN's, the thought included, and earns
+accuracy_reward. The last line printed is the command that trains it: worked_examples/07_training_your_own_model.md.
 """
 
 import argparse
@@ -35,7 +36,13 @@ def make_tokenizer(text):
     tokenizer.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<eos>", eos_token="<eos>")
     tokenizer.add_tokens(sorted(set(re.findall("</?think>", text))))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content + '\n' }}{% endfor %}"
     return tokenizer
+
+
+def as_text(prompt):
+    """What the model reads of a prompt: the chat template's text, if it is a list of messages."""
+    return prompt if isinstance(prompt, str) else "".join(message["content"] + "\n" for message in prompt)
 
 
 def make_model(tokenizer, positions, seed):
@@ -46,21 +53,26 @@ def make_model(tokenizer, positions, seed):
         bos_token_id=None, eos_token_id=0, pad_token_id=0, activation_function="gelu_pytorch_tanh")).eval()
 
 
-def imitate(model, tokenizer, problems, answers, steps, config):
-    """Supervised learning from these answers. Returns the number of its steps, and the last sample with its rewards."""
+def sample(model, tokenizer, problems, config, number):
+    """Two answers to each of a number of problems, the same ones each time; and for each whether it is right."""
+    rng = numpy.random.default_rng([config.seed, 3, 0])
+    chosen = rng.choice(len(problems), number, replace=len(problems) < number)
+    rollout = grpo.sample_rollout(model, tokenizer, [problems[i] for i in chosen], config, rng)
+    rewards = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
+    texts = map(grpo.text_of, rollout.completions)
+    return rollout, [float(reward == 1 and text.strip() == row["imitated"].strip())
+                     for reward, text, row in zip(rewards, texts, rollout.examples)]
+
+
+def imitate(model, tokenizer, problems, asked, steps, config):
+    """Supervised learning from the problems' answers, until this share is right. Returns how many steps it took."""
     rng = numpy.random.default_rng([config.seed, 2])
     prompts, mask = grpo.encode_prompts(tokenizer, [problem["prompt"] for problem in problems], "cpu")
-    answers = tokenizer([answer + "<eos>" for answer in answers], padding=True, return_tensors="pt")
+    answers = tokenizer([row["imitated"] + "<eos>" for row in problems], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(steps + 1):
-        if step % 10 == 0 or step == steps:
-            draw = numpy.random.default_rng([config.seed, 3, 0])                # the same problems each time
-            chosen = draw.choice(len(problems), 100, replace=len(problems) < 100)
-            examples = [problems[i] for i in chosen]
-            rollout = grpo.sample_rollout(model, tokenizer, examples, config, draw)
-            rewards = grpo.accuracy_reward(rollout.completions, [row["solution"] for row in rollout.examples])
-            if sum(rewards) >= len(rewards) / 2 or step == steps:
-                return step, rollout, rewards
+        if step == steps or step % 10 == 0 and sum(sample(model, tokenizer, problems, config, 100)[1]) >= 200 * asked:
+            return step
         rows = torch.tensor(rng.choice(len(problems), 64))
         real = answers["attention_mask"][rows]
         logps, _ = grpo.per_token_logps(model, prompts[rows], mask[rows], answers["input_ids"][rows], real)
@@ -69,33 +81,46 @@ def imitate(model, tokenizer, problems, answers, steps, config):
         optimizer.step()
 
 
-def make(task, folder, eval_dataset, column, steps, seed):
-    """Fill a new folder; print what was made, and the command that trains it."""
-    problems, held_out = grpo.load_dataset(task), grpo.load_dataset(eval_dataset) if eval_dataset else []
-    answers = [str(problem[column]) for problem in problems]
-    prompts = [problem["prompt"] for problem in problems + held_out]
-    solutions = [str(problem["solution"]) for problem in problems + held_out]
-    tokenizer = make_tokenizer("".join(map(str, prompts + solutions + answers)))
+def read(path, column):
+    """The rows of a file, each with the text that is imitated."""
+    return [row | {"imitated": grpo.solution_text(row[column]) if column == "solution" else str(row[column])}
+            for row in (grpo.load_dataset(path) if path else [])]
+
+
+def make(task, folder, eval_dataset, column, until, steps, seed):
+    """Fill a new folder; print what was made, how many answers are right, and the command that trains the model."""
+    problems, held_out = read(task, column), read(eval_dataset, column)
+    prompts = [as_text(row["prompt"]) for row in problems + held_out]
+    answers = [row["imitated"] for row in problems + held_out]
+    tokenizer = make_tokenizer("".join(prompts + answers))
     length = max(map(len, tokenizer(answers)["input_ids"])) + 2                 # the EOS, and one to spare
-    config = grpo.GRPOConfig(seed=seed, max_completion_length=length, num_generations=2, generation_batch_size=200)
-    positions = max(map(len, prompts)) + max(length, grpo.GRPOConfig.max_completion_length)   # grpo.py's default fits
-    model = make_model(tokenizer, positions, seed)
-    taken, rollout, rewards = imitate(model, tokenizer, problems, answers, steps, config)
+    config = grpo.GRPOConfig(seed=seed, max_completion_length=length, num_generations=2, generation_batch_size=2)
+    model = make_model(tokenizer, max(map(len, prompts)) + max(length, 512), seed)      # grpo.py's default length fits
+    (commonest, times), = collections.Counter(answers[:len(problems)]).most_common(1)
+    chance = times / len(problems)
+    asked = chance + until * (1 - chance)
+    taken = imitate(model, tokenizer, problems, asked, steps, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    commonest, times = collections.Counter(solutions[:len(problems)]).most_common(1)[0]
-    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; the commonest solution, "
-          f"{commonest!r:.60}, is that of {times / len(problems):.0%} of the problems")
-    right, wanted = int(sum(rewards)), len(rewards) // 2
-    print(f"{taken} steps of imitation: of {len(rewards)} sampled answers {right} are right"
-          + f", not {wanted}" * (right < wanted) + ": GRPO has nothing to learn from" * (right == 0))
+    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; chance: {chance:.0%} of the problems "
+          f"have the commonest answer, {commonest!r:.60}; asked for: {asked:.0%}")
+    rollout, right = sample(model, tokenizer, problems, config, 500)
+    known = sum(right) / 1000
+    new = sum(sample(model, tokenizer, held_out, config, 500)[1]) / 1000 if held_out else known
+    verdict = "" if known >= asked or taken < steps else f", not {1000 * asked:.0f}"
+    if known < chance + 0.05 * (1 - chance):
+        verdict = f": hardly more than chance, so GRPO has {'little' if known else 'nothing'} to learn from"
+    elif new - chance < (known - chance) / 2:
+        verdict = ": learned by heart; more problems, or fewer steps"
+    print(f"{taken} steps of imitation: of 1000 sampled answers to training problems {1000 * known:.0f} are right"
+          + f", to held-out ones {1000 * new:.0f}" * bool(held_out) + verdict)
     for i in 0, 2, 4:                                                           # the first answers to three problems
-        print(grpo.one_line(rollout, i, rewards[i]))
+        print(grpo.one_line(rollout, i, right[i]))
     print("to train it:")
-    command = ["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task]
-    command += ["--eval_dataset", eval_dataset] if eval_dataset else []
-    command += f"--max_completion_length {length} --learning_rate 5e-4 --max_steps 300".split()
-    print(shlex.join(command + "--generation_batch_size 128 --per_device_train_batch_size 128".split()))
+    held = ["--eval_dataset", eval_dataset, "--eval_steps", "30"] if eval_dataset else []
+    print(shlex.join(["python", os.path.relpath(grpo.__file__), "--model", folder, "--dataset", task, *held]),
+          f"--max_completion_length {length} --learning_rate 5e-4 --max_steps 300",
+          "--generation_batch_size 128 --per_device_train_batch_size 128")
 
 
 def main(argv=None):
@@ -103,6 +128,7 @@ def main(argv=None):
     for name in "task", "folder", "--eval_dataset":
         parser.add_argument(name)
     parser.add_argument("--imitate", default="solution", dest="column")
+    parser.add_argument("--until", type=float, default=0.35)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args(argv)
