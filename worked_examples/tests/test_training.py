@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import PROBLEMS, SMALL, by_row, chat_tokenizer, make_model, passes_of, question, steps_of
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -175,13 +175,13 @@ def perturbed(rewards, rollout, config, nats=9e-4):
     return grpo.outcome_advantages(rewards, rollout, config)
 
 
-def draws_by_hand(policy, problems, c, step):
+def draws_by_hand(policy, tokenizer, problems, c, step):
     """Prompts, none of them twice if there are enough, and answers, from seed and step; and what draws on."""
     B, G, rng = c.generation_batch_size, c.num_generations, numpy.random.default_rng([c.seed, 3, step])
     examples = [problems[i] for i in rng.choice(len(problems), B // G, replace=len(problems) < B // G)]
-    prompts = grpo.encode_prompts(grpo.tiny_tokenizer(), [row["prompt"] for row in examples], "cpu")
+    prompts = grpo.encode_prompts(tokenizer, [row["prompt"] for row in examples], "cpu")
     answers, *_ = grpo.generate(
-        policy, *prompts, num_generations=G, eos_token_ids=1, max_completion_length=c.max_completion_length,
+        policy, *prompts, num_generations=G, eos_token_ids=[1, 17], max_completion_length=c.max_completion_length,
         temperature=c.temperature, uniforms=torch.tensor(rng.random((B, c.max_completion_length))))
     return [row for row in examples for _ in range(G)], answers, rng
 
@@ -242,26 +242,27 @@ others = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for n
 any_options = st.tuples(a_policy_loss, a_reference, updates, others).map(lambda parts: functools.reduce(or_, parts))
 
 
-@settings(DRAWS, max_examples=20)
+@settings(DRAWS, max_examples=20, phases=[Phase.generate])              # shrinking would take minutes
 @given(any_options, st.sampled_from([1, 2, 6]), st.integers(0, 99))
 def test_train_is_algorithm_1_with_any_options(options, size, seed):
     """A twin of the policy that draws prompts and answers from seed and step, and learns from them, has in each of
-    three steps the metrics and the weights of the run."""
-    c = grpo.GRPOConfig(**SMALL | dict(max_steps=3, seed=seed) | options)
+    three steps the metrics and the weights of the run. The policy's config adds an EOS to the tokenizer's."""
+    c, tokenizer = grpo.GRPOConfig(**SMALL | dict(max_steps=3, seed=seed) | options), grpo.tiny_tokenizer()
+    tokenizer.add_tokens(["<turn>"])                                    # 17
     policy, twin, reference = (make_model("GPT2").double().train(mode) for mode in (True, False, False))
+    policy.generation_config.eos_token_id = [1, 17]
     optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
     v, w = c.reward_weights or [1, 1]
     rewards = [None if a is b is None else v * (a or 0) + w * (b or 0) for a, b in SCORES]
     A = grpo.group_advantages(torch.tensor([nan if x is None else x for x in rewards], dtype=torch.float64), 4,
                               scale_rewards=c.scale_rewards)
-    steps = grpo.train(policy, grpo.tiny_tokenizer(), PROBLEMS[:size], [first, second], c,
-                       compute_advantages=perturbed)
+    steps = grpo.train(policy, tokenizer, PROBLEMS[:size], [first, second], c, compute_advantages=perturbed)
     for step, (_, r, metrics) in enumerate(steps):
         if c.sync_ref_model and step % c.ref_model_sync_steps == 0:
             reference.load_state_dict(twin.state_dict())
-        examples, answers, rng = draws_by_hand(twin, PROBLEMS[:size], c, step)
+        examples, answers, rng = draws_by_hand(twin, tokenizer, PROBLEMS[:size], c, step)
         assert r.examples == examples and torch.equal(r.completion_ids, answers)
-        assert torch.equal(r.terminated, (answers == 1).any(1))
+        assert torch.equal(r.terminated, ((answers == 1) | (answers == 17)).any(1))
         rate = optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / 3)
         want = learn_by_hand(twin, reference, optimizer, r, A, c, rng) | samples_by_hand(r, rewards)
         assert 0 <= metrics.pop("reward_time") < metrics.pop("step_time") < 100
