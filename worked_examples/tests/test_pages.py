@@ -283,7 +283,7 @@ def test_the_numbers_of_page_08():
     on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429", (logits / 0.5).log_softmax(0))
     on_page("08", "At temperature 0.5", "2.086 0.767", too_likely.exp()[1], too_likely.exp()[0])
     on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[1])
-    on_page("08", "another program samples", "1.1052 2", variants.truncated_importance_ratio(
+    on_page("08", "another program may sample", "1.1052 2", variants.truncated_importance_ratio(
         f64([-1, -3]), f64([-1.1, -5])))
 
 
@@ -306,6 +306,7 @@ def test_the_numbers_of_page_09():
         logits = lost.log().requires_grad_()
         k = grpo.kl_estimate(logits.log_softmax(0), ref.log(), estimator=estimator)
         of_lost.append(gradient(lost @ k, logits)[2])                   # the weights are constants
+    on_page("09", "calls the token back", "-498.5", gradient(k[2], logits)[2])
     on_page("09", "calls the token back", "-0.007 -0.499", *of_lost)
 
     k1, mask, scores = f64([[0.1, -0.2, 0.3], [0, 0, 0]]), torch.ones(2, 3), f64([1, 1])
@@ -436,9 +437,11 @@ def test_the_numbers_of_the_demos_runs():
         on_page("11", "takes the run; after a stop", f"{step} {text}", step, total[steps].mean(),
                 100 * good["frac_reward_zero_std"][steps].mean(), good["entropy"][steps].mean())
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
-    on_page("11", "**The first two steps", "0.56 0.03 0.00 0.04 0.33", right[:3], entropy[0], entropy.max())
-    assert right[3:].max() < 0.01
-    on_page("11", "Entropy does.", "0.07 37 80", 0.07, (collapse["grad_norm"] > 0).sum(), len(collapse))
+    on_page("11", "**The first two steps", "0.56 0.03 0.00 0.01", right[:3], 0.01)
+    assert right[3:].max() < 0.01 and collapse["rewards/think_format_reward/mean"][2:4].max() < 0.5
+    on_page("11", "Entropy does", "0.04 0.33 0.07", entropy[0], entropy[2], 0.07)
+    assert ten["entropy"].max() < 0.07 and entropy[2] == entropy.max()
+    on_page("11", "Entropy does", "0.16 0.07 37 80", 0.16, 0.07, (collapse["grad_norm"] > 0).sum(), len(collapse))
     assert max(abs(good["loss"]).max(), abs(collapse["loss"]).max()) < 0.07 and (good["grad_norm"] > 0).all()
     names = "rewards/accuracy_reward/mean", "frac_reward_zero_std", "entropy"
     right, quiet, entropy = [ten[name].reshape(10, 80).mean(0) for name in names]       # over ten seeds
@@ -464,6 +467,7 @@ def test_the_numbers_of_page_06s_runs():
                               ("entropy", "| entropy, step 1", "1.96 0.05 2.09 0.16 1.87 0.06")):
         on_page("06", row, text, *[x for run in runs for x in (run[metric][0], run[metric][-10:].mean())])
     stuck, others = table[table["run"] == "seed 43"], table[table["run"] != "seed 43"]
+    assert set(stuck["reward"][-10:]) == {0, 1 / 32} and (stuck["silent"][-10:] == 1).all()     # 8 of 256: a group
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
     right, silent = (runs[0][name].reshape(-1, 5).mean(1)[1:] for name in ("reward", "silent"))
