@@ -33,7 +33,7 @@ function add(x, y, tape, factor = 1) {                      // z = x + factor·y
 
 // §2 Group statistics and advantages ----------------------------------------------------------------------------------
 
-function group_stats(rewards) {                             // mean, and std = √(Σ (r_i - mean)² / (G - 1)), of one group
+function group_stats(rewards) {                             // of one group: mean, std = √(Σ (r_i - mean)² / (G - 1))
   const mean = sum(rewards) / rewards.length;
   const squares = sum(rewards.map(r => (r - mean) ** 2));
   const is_silent = rewards.every(r => r === rewards[0]);
@@ -51,17 +51,18 @@ function group_advantages(rewards, scale_rewards) {
 
 // §3 Log-probabilities ------------------------------------------------------------------------------------------------
 
-function log_softmax(logits, i) {                           // of row i of (n, V)
-  const row = Array.from(logits.x.subarray(i * V, i * V + V));
-  const top = Math.max(...row);
-  const log_total = Math.log(sum(row.map(logit => Math.exp(logit - top))));
-  return row.map(logit => logit - top - log_total);
+function log_softmax(logits) {                              // logit - log Σ exp(logit); the largest goes to exp as 0
+  const top = Math.max(...logits);
+  const log_total = top + Math.log(sum(logits.map(logit => Math.exp(logit - top))));
+  return logits.map(logit => logit - log_total);
 }
 
-function selective_log_softmax(logits, first, index, tape) {                // row first + t gives the log-prob of index[t]
-  const rows = index.map((_, t) => log_softmax(logits, first + t));
+const row_of = (logits, i) => logits.x.subarray(i * V, i * V + V);          // logits: (n, V)
+
+function selective_log_softmax(logits, first, index, tape) {                // of token index[t] in row first + t
+  const rows = index.map((_, t) => log_softmax(row_of(logits, first + t)));
   const logps = tensor(index.length);
-  index.forEach((token, t) => { logps.x[t] = rows[t][token]; });
+  rows.forEach((row, t) => { logps.x[t] = row[index[t]]; });
   tape?.push(() => index.forEach((token, t) => rows[t].forEach((logp, v) => {
     const slope = (v === token) - Math.exp(logp);                           // ∂log π(token) / ∂logit(v)
     logits.d[(first + t) * V + v] += slope * logps.d[t];
@@ -135,14 +136,7 @@ const final_answer = text => text.split("</think>").at(-1).trim();
 
 const reward_funcs = {
   accuracy_reward: (text, prompt) => +(final_answer(text) === solution(prompt)),
-  think_format_reward(text) {
-    const one_thought = text.split("<think>").length === 2 && text.split("</think>").length === 2;
-    const answer = text.split("</think>").slice(1).join("</think>").trim();
-    return +(text.startsWith("<think>") && one_thought && answer !== "");
-  },
-  // These are not in grpo.py:
-  right_thought: (text, prompt) => +(text === teacher_trace(prompt)),
-  short_answer: text => 1 - (encode(text + "<eos>").length) / max_completion_length,
+  short_answer: text => 1 - encode(text + "<eos>").length / max_completion_length,      // not in grpo.py, nor the next
   always_1: () => 1};
 
 // §9 Sampling ---------------------------------------------------------------------------------------------------------
@@ -156,7 +150,7 @@ function random(seed) {                                     // numbers in [0, 1)
   };
 }
 
-function choose_token(logps, uniform) {                     // the first v with Σ_{w<=v} p_w > u; without u the likeliest
+function choose_token(logps, uniform) {                     // the first v with Σ_{w<=v} p_w > u; without u, greedily
   if (uniform === undefined) return logps.indexOf(Math.max(...logps));
   let total = 0;
   const chosen = logps.findIndex(logp => (total += Math.exp(logp)) > uniform);
@@ -178,7 +172,7 @@ function generate(model, prompts, rng) {                    // an answer to each
     active.forEach((row, k) => {
       const t = position + 1 - row.prompt_ids.length;       // this pass predicts token t
       if (t < 0) return;
-      const logps = log_softmax(logits, k), token = choose_token(logps, uniforms[row.i][t]);
+      const logps = log_softmax(row_of(logits, k)), token = choose_token(logps, uniforms[row.i][t]);
       row.completion_ids.push(token);
       row.logps.push(logps[token]);
     });

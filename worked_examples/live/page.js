@@ -3,6 +3,7 @@ const form = $("config");
 const glyph = {"<think>": "⟨", "</think>": "⟩", "<eos>": "■", "<pad>": "□"};
 const show = ids => ids.map(id => glyph[words[id]] ?? words[id]).join("");
 const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
+const color = x => x > 1e-9 ? "up" : x < -1e-9 ? "down" : "soft";
 const from_half = h => {                                    // float16: a sign, 5 bits of exponent, 10 of fraction
   const exponent = h >> 10 & 31, fraction = (h & 1023) / 1024;
   return (h >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
@@ -16,7 +17,7 @@ let prompt = "15+87=", verdicts = {}, history = [], changes = [], running = fals
 
 function config() {                                         // what the reader has chosen, by grpo.py's names
   const chosen = [...new FormData(form)].map(([name, value]) => [name, isNaN(value) ? value : +value]);
-  return {...Object.fromEntries(chosen), prompt, verdicts, shown: now?.shown ?? 0};
+  return {...Object.fromEntries(chosen), loss_type: "dapo", prompt, verdicts, shown: now?.shown ?? 0};
 }
 
 function ask(action) {                                      // one question at a time; one may wait
@@ -39,7 +40,7 @@ learner.onmessage = ({data}) => {
   action ? ask(action) : draw_rest();
 };
 
-function evaluate(state) {                                  // in a worker of its own; if it is busy, the newest state waits
+function evaluate(state) {                                  // in the second worker; if it is busy, the newest state waits
   waiting = state;
   if (evaluator.state) return;
   evaluator.state = state;
@@ -47,9 +48,8 @@ function evaluate(state) {                                  // in a worker of it
 }
 
 evaluator.onmessage = ({data: rows}) => {
-  const {state} = evaluator;
+  const {state} = evaluator, has_carry = ({prompt}) => +prompt[1] + +prompt[4] > 9;
   for (const row of rows) row.right = reward_funcs.accuracy_reward(row.text, row.prompt);
-  const has_carry = ({prompt}) => +prompt[1] + +prompt[4] > 9;
   const accuracy = rows => sum(rows.map(row => row.right)) / rows.length;
   const carry = accuracy(rows.filter(has_carry)), plain = accuracy(rows.filter(row => !has_carry(row)));
   state.held = {rows: rows.slice(0, 4), all: accuracy(rows), carry, plain};
@@ -58,8 +58,8 @@ evaluator.onmessage = ({data: rows}) => {
   draw_rest();
 };
 
-// own: −∂loss/∂log π at ρ = 1. added: over the answers that have this beginning and token. net: on the token's logit,
-// added − π·(the sum of added over the tokens after this beginning).
+// own: −∂loss/∂log π at ρ = 1. added: over the answers that have this beginning and this token. net: on the token's
+// logit, added − π·(the sum of added over the tokens after this beginning).
 function find_pushes(group, options) {
   const places = {};
   const cells = group.map(({completion_ids: ids, logps, after, advantage}) => ids.map((id, t) => {
@@ -71,54 +71,55 @@ function find_pushes(group, options) {
     token.added += own;
     return {token, own};
   }));
-  const branches = Object.values(places).map(place => Object.values(place.tokens));
+  const branches = Object.values(places).map(place => Object.values(place.tokens).sort((a, b) => b.π - a.π));
   for (const token of branches.flat()) token.net = token.added - token.π * token.place.total;
   for (const cell of cells.flat()) Object.assign(cell, {added: cell.token.added, net: cell.token.net});
   const size = tokens => Math.max(...tokens.map(token => Math.abs(token.net)));
   const forks = branches.filter(tokens => tokens.length > 1).sort((a, b) => size(b) - size(a));
-  forks.flat().forEach(token => { token.parts = "fork"; });
-  return {cells, fork: forks[0]?.sort((a, b) => b.π - a.π)};
+  for (const token of forks.flat()) token.kind = "fork";
+  return {cells, fork: forks[0]};
 }
 
 function draw_group(fresh) {
-  const {rows, shown, num_generations: G} = now, group = rows.slice(shown, shown + G), options = config();
+  const {rows, shown, num_generations: G, moved} = now, options = config(), focus = document.activeElement.dataset.i;
   compute_rewards(rows, {...options, num_generations: G});
-  const firsts = [...rows.keys()].filter(i => i % G === 0), std = i => group_stats(rows.slice(i, i + G).map(row => row.reward))[1];
-  const loud = firsts.filter(i => std(i) > 0), num_items_in_batch = sum(rows.map(row => row.completion_ids.length));
-  const {cells, fork} = find_pushes(group, {...options, num_items_in_batch, num_rows_in_batch: rows.length});
-  const focus = document.activeElement?.dataset?.i;
-  Object.assign(now, {group, reward: sum(rows.map(row => row.reward)) / rows.length, silent: firsts.length - loud.length});
+  options.num_items_in_batch = sum(rows.map(row => row.completion_ids.length));
+  const group = now.group = rows.slice(shown, shown + G), {cells, fork} = find_pushes(group, options);
+  const groups = [...rows.keys()].filter(i => i % G === 0);
+  const std = i => group_stats(rows.slice(i, i + G).map(row => row.reward))[1], loud = groups.filter(std);
+  now.silent = groups.length - loud.length;
+  now.reward = sum(rows.map(row => row.reward)) / rows.length;
   $("many").textContent = G;
   $("group").classList.toggle("fresh", fresh);
   $("group").innerHTML = group.map((row, i) => row_html(row, i, cells)).join("");
   $("group").querySelector(`[data-i="${focus}"]`)?.focus();
   $("loud").hidden = std(shown) > 0 || options.scale_rewards === "no mean";
-  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, it pushes nothing. " + (loud.length > 0 ?
-    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So are all groups of this step: no weight moves.");
-  const list = (fork, text) => `<code>${fork[0].place.beginning}</code> ` +
-    fork.map(token => `<span><code class="${color(token.net)}">${token.word}</code> ${text(token)}</span>`).join(", ");
-  const moved = now.moved && find_pushes(now.moved, {}).fork;
-  $("forks").innerHTML = (fork ? `Answers part after ${list(fork, ({π}) => `π = ${fixed(π, 3)}`)}.` : "All answers are alike.") +
-    (moved ? `<br>The last step, after ${list(moved, ({π, after}) => `${fixed(π, 3)} → ${fixed(after, 3)}`)}.` : "");
+  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. " + (loud.length > 0 ?
+    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So do the other groups: no weight moves.");
+  const list = (fork, text) => `<code>${fork[0].place.beginning}</code> ` + fork.map(token =>
+    `<span><code class="${color(token.net)}">${token.word}</code> ${text(token)}</span>`).join(", ");
+  const past = moved && find_pushes(moved, options).fork;
+  $("forks").innerHTML = past ? `The last step: after ${list(past, ({π, after}) =>
+    `π = ${fixed(π, 3)} → ${fixed(after, 3)}`)}.` :
+    fork ? `They part after ${list(fork, ({π}) => `π = ${fixed(π, 3)}`)}.` : "All answers are alike.";
 }
 
-const color = x => x > 1e-9 ? "up" : x < -1e-9 ? "down" : "soft";
-
 function row_html({prompt, text, reward, advantage}, i, cells) {
-  const name = {1: "✓ 1", 0: "✗ 0"}[reward] ?? fixed(reward), mine = prompt + text in verdicts ? " ✎" : "";
-  const height = (view, x) => 9 * x / Math.max(1e-9, ...cells.flat().map(cell => Math.abs(cell[view])));
+  const name = ({1: "✓ 1", 0: "✗ 0"}[reward] ?? fixed(reward)) + (prompt + text in verdicts ? " ✎" : "");
+  const peak = view => Math.max(1e-9, ...cells.flat().map(cell => Math.abs(cell[view])));
   const tokens = cells[i].map((cell, t) => {
-    const sizes = ["own", "added", "net"].map(view => `--${view}: ${height(view, cell[view]).toFixed(2)}px`);
-    return `<span class="token ${cell.token.parts}" style="--t: ${t}; ${sizes.join("; ")}">${cell.token.word}</span>`;
+    const sizes = ["own", "added", "net"].map(view => `--${view}: ${(9 * cell[view] / peak(view)).toFixed(2)}px`);
+    return `<span class="token ${cell.token.kind}" style="--t: ${t}; ${sizes.join("; ")}">${cell.token.word}</span>`;
   });
-  return `<div class="row"><button data-i="${i}" aria-label="answer ${i + 1}, reward ${fixed(reward)}: overrule">${name}${mine}</button>` +
-    `<span class="A ${color(advantage)}">${advantage > 0 ? "+" : ""}${fixed(advantage)}</span><span class="mono">${tokens.join("")}</span></div>`;
+  return `<div class="row"><button data-i="${i}" aria-label="answer ${i + 1}, reward ${fixed(reward)}: overrule">${name}</button>
+    <span class="A ${color(advantage)}">${advantage > 0 ? "+" : ""}${fixed(advantage)}</span>
+    <span class="mono">${tokens.join("")}</span></div>`;
 }
 
 const lines = {
   c1: ["held-out sums with a carry", state => state.held?.carry],
   c2: ["held-out sums without", state => state.held?.plain],
-  c3: ["probability of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
+  c3: ["π of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
   c4: ["mean reward", state => state.reward]};
 
 function draw_rest() {
@@ -127,30 +128,32 @@ function draw_rest() {
   const drawn = Object.entries(lines).map(([name, [text, value]]) => {
     const points = history.filter(state => value(state) !== undefined);
     const path = points.map(state => `${100 * state.step / end} ${100 - 100 * Math.min(1, Math.max(0, value(state)))}`);
-    legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text} ` +
-      (name === "c3" ? `<code>${now.carry.digit}</code> after <code>${show(encode(now.carry.before))}</code> ` : "") +
-      `<b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
-    return points.length ? `<path class="${name}" d="M${path.join("L")}"/><path class="${name} dot" d="M${path.at(-1)}h0"/>` : "";
+    const where = name === "c3" ? `<code>${now.carry.digit}</code> after <code>${show(encode(now.carry.before))}</code> ` : "";
+    legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text} ${where}
+      <b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
+    if (!points.length) return "";
+    return `<path class="${name}" d="M${path.join("L")}"/><path class="${name} dot" d="M${path.at(-1)}h0"/>`;
   });
-  $("chart").innerHTML = `<path class="grid" d="M0 50H100${changes.map(({step}) => `M${100 * step / end} 0V100`).join("")}"/>` + drawn.join("");
+  const grid = changes.map(({step}) => `M${100 * step / end} 0V100`).join("");
+  $("chart").innerHTML = `<path class="grid" d="M0 50H100${grid}"/>` + drawn.join("");
   $("legend").innerHTML = legend.join("");
   $("end").textContent = end;
   $("changes").textContent = changes.slice(-4).map(({step, text}) => `Step ${step}: ${text}.`).join(" ");
-  const answer = ({completion_ids: ids, right}) =>
-    `<code>${show(ids.filter(id => id !== eos))}</code> <b class="${right ? "up" : "down"}">${right ? "✓" : "✗"}</b>`;
-  $("held").innerHTML = (evaluated.at(-1)?.held.rows ?? []).map((row, i) => `<tr><td><code>${row.prompt}</code>` +
-    `<td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
+  const answer = ({completion_ids: ids, right}) => `<code>${show(ids.filter(id => id !== eos))}</code>
+    <b class="${right ? "up" : "down"}">${right ? "✓" : "✗"}</b>`;
+  $("held").innerHTML = (evaluated.at(-1)?.held.rows ?? []).map((row, i) => `<tr><td><code>${row.prompt}</code>
+    <td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
   $("run").textContent = running ? "❚❚ Pause" : "▶ Run";
   $("bar").className = busy ? "busy" : "";
-  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${evaluated.length ? fixed(evaluated.at(-1).held.all) : "…"}</b>
-    <small>· ${now.silent} of ${now.rows.length / now.num_generations} groups silent · ${fixed(100 * (now.metrics?.clipped ?? 0), 1)} %
-    clipped · ${fixed(now.seconds, 1)} s</small>`;
+  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${evaluated.length ?
+    fixed(evaluated.at(-1).held.all) : "…"}</b> <small>· ${now.silent} of ${now.rows.length / now.num_generations} groups silent` +
+    (now.metrics ? ` · ${fixed(100 * now.metrics.clipped, 1)} % clipped` : "") + "</small>";
 }
 
-function changed(text, resample) {                          // the chart notes it
+function changed(text, action) {                            // the chart notes it
   changes = [...changes, {step: now.step, text}];
   draw_group();
-  resample ? ask("sample") : draw_rest();
+  action ? ask(action) : draw_rest();
 }
 
 function view(name) {
@@ -184,7 +187,7 @@ $("group").onclick = ({target: {dataset: {i}}}) => {
   if (!i) return;
   const row = now.group[i], verdict = row.reward > 0.5 ? 0 : 1;
   verdicts[row.prompt + row.text] = verdict;
-  changed(`${row.prompt} ${show(row.completion_ids)} earns ${verdict}`);
+  changed(`${row.prompt}${show(row.completion_ids)} earns ${verdict}`);
 };
 $("loud").onclick = ({target: {dataset: {first}}}) => {
   if (!first) return;
@@ -201,12 +204,16 @@ $("sum").onchange = ({target}) => {
 };
 form.onsubmit = event => event.preventDefault();
 form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) =>
-  changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name));
-$("try").onclick = ({target: {dataset: {rules}}}) => {
-  if (!rules) return;
+  changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name) && "sample");
+$("reset").onclick = () => {
   form.reset();
-  for (const [name, value] of new URLSearchParams(rules)) form[name].value = value;
-  changed(rules.replaceAll("&", ", "), true);
+  changed("the first rules", "sample");
 };
-form.onreset = () => setTimeout(() => changed("the first rules", true));
+$("try").onclick = ({target: {dataset: {rules}}}) => {
+  if (rules === undefined) return;
+  form.reset();
+  for (const [name, value] of new URLSearchParams(rules)) form.elements[name].value = value;
+  $("again").click();
+  scrollTo(0, 0);
+};
 ask("start");

@@ -1,11 +1,12 @@
-// Two workers run this file. One holds the model: a message brings the reader's config, the answer is what the page shows.
-// The other answers the held-out sums with weights that the page hands on; so a step does not wait for it.
+// Two workers run this file. One holds the model: a message brings the reader's config, the answer is what the page
+// shows. The other answers the held-out sums with weights that the page hands on, so that no step waits for it.
 let run;
 
 function start({weights, held, seed = 4}) {
   const numbers = [...Array(100).keys()].filter(x => x > 10 && x % 10 > 0);
   const problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
-  return {policy: make_model(weights), reference: make_model(weights), optimizer: {}, rng: random(seed), step: 0, problems};
+  const policy = make_model(weights), reference = make_model(weights);
+  return {policy, reference, problems, rng: random(seed), optimizer: {}, step: 0};
 }
 
 function sample({prompt, num_generations, generation_batch_size}) {         // the first group answers the reader's sum
@@ -28,9 +29,10 @@ function step(config) {
   return {metrics, moved: group.map(row => ({...row, after: [...per_token_logps(run.policy, row).x]}))};
 }
 
-function probability_of_the_carry(prompt) {                 // after <think>5+7=12,1+8+ the 1, where a carry is due, or the 0
+function probability_of_the_carry(prompt) {                 // after <think>5+7=12,1+8+ the 1; or the 0, if none is due
   const before = teacher_trace(prompt).match(/.*,.*?\+.*?\+/)[0], digit = teacher_trace(prompt)[before.length];
-  const ids = encode(prompt + before), logps = log_softmax(forward(run.policy, ids, [...ids.keys()]), ids.length - 1);
+  const ids = encode(prompt + before), logits = forward(run.policy, ids, [...ids.keys()]);
+  const logps = log_softmax(row_of(logits, ids.length - 1));
   return {before, digit, probability: Math.exp(logps[words.indexOf(digit)])};
 }
 

@@ -201,21 +201,19 @@ def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
     assert len(losses) == len(CASES) - 1 and len(shares) == 2           # bnpo's is dapo's, in one part
 
 
-def test_answers_and_rewards_are_those_of_grpo_in_a_browser(tmp_path):
-    """The greedy answers to the page's held-out sums, token by token; the two rewards of odd texts"""
-    texts = ["<think>7+5=12,4+8+1=13</think>132", "132", "<think>1</think>", "<think>1</think>132</think>", "</think>132",
-             "1<think>1</think>132", "<think><think></think>132", "<think></think>1<think>32", "<think></think>132", "",
-             "<pad>132", "<think>1</think>1</think>132"]
+def test_the_answers_are_those_of_grpo_in_a_browser(tmp_path):
+    """The greedy answers to the page's held-out sums, and which of some odd texts are right"""
+    texts = ["<think>7+5=12</think>132", "132", "<think>1</think>", "<think>132", "</think>132", "1</think>2</think>132", ""]
     _, config, _ = grpo.parse_options([])
     _, held_out = grpo.tiny_problems(config.seed)
     held = part("sums").split()
     assert held == [row["prompt"] for row in held_out[:100]]
     got = in_javascript("""({answers: generate(make_model(given.weights), given.held).map(row => row.text),
-        rewards: ["accuracy_reward", "think_format_reward"].map(name => given.texts.map(text =>
-            reward_funcs[name](text, "47+85=")))})""", {"weights": weights().tolist(), "held": held, "texts": texts}, tmp_path)
+        right: given.texts.map(text => reward_funcs.accuracy_reward(text, "47+85="))})""",
+                        {"weights": weights().tolist(), "held": held, "texts": texts}, tmp_path)
     policy = model_of(weights())
     assert got["answers"] == grpo.sample_rollout(policy, grpo.tiny_tokenizer(), held_out[:100], config).completions
-    assert got["rewards"] == [grpo.accuracy_reward(texts, ["132"] * len(texts)), grpo.think_format_reward(texts)]
+    assert got["right"] == grpo.accuracy_reward(texts, ["132"] * len(texts))
 
 
 def test_the_page_is_made_of_its_parts_and_of_grpos_cold_start():
