@@ -4,6 +4,7 @@
     python worked_examples/tests/mutate.py --loop --sample 50           §9 and §10, asked by tests/test_training.py
 
 A line for each change, last the number of those that were noticed. Survivors are to be read: some change nothing.
+Each change is made in a process of its own, which has imported everything before it.
 """
 
 import argparse
@@ -11,14 +12,19 @@ import io
 import os
 import random
 import re
-import shutil
-import subprocess
+import signal
 import sys
-import tempfile
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "worked_examples/tests")]
+os.environ |= {"OMP_NUM_THREADS": "1", "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "10")}
+import pytest
+
+import grpo
+from worked_examples.course import grading
+
 SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
 CHANGES = {
     "+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "~": "", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
@@ -48,15 +54,19 @@ def mutants(first, last):
             yield f"grpo.py:{row + 1}: {old} -> {new}   in: {lines[row].strip()}", source
 
 
-def is_noticed(source, tests):
-    """Whether a test fails, or takes five minutes, in a copy of the repository with this grpo.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "worked_examples", f"{folder}/worked_examples")
-        shutil.copy(ROOT / "test_grpo.py", folder)
-        Path(folder, "grpo.py").write_text(source, encoding="utf-8")
-        limit = ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
-        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *limit, tests]
-        return subprocess.run(command, cwd=folder, capture_output=True).returncode != 0
+def first_failure(source, laws):
+    """The name of the first test that fails with this grpo.py; "" if none does."""
+    signal.alarm(300)                                                   # then the process ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)                        # what warns of the change is not shown
+    try:
+        exec(compile(source, grpo.__file__, "exec"), vars(grpo))
+    except Exception as error:
+        return f"import: {error!r}"
+    for law, call in laws:
+        error = pytest.CallInfo.from_call(call, "call").excinfo
+        if error and not error.errisinstance(pytest.skip.Exception):
+            return law.originalname
+    return ""
 
 
 if __name__ == "__main__":
@@ -65,15 +75,14 @@ if __name__ == "__main__":
     parser.add_argument("--sample", type=int, default=10**6, help="as many changes, at random; without it all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    tests = "worked_examples/tests/test_training.py" if options.loop else "test_grpo.py"
     everything = list(mutants(9, 11) if options.loop else mutants(1, 9))
     sample = random.Random(options.seed).sample(everything, min(options.sample, len(everything)))
-    os.environ |= {"OMP_NUM_THREADS": "1", "GRPO_EXAMPLES": os.environ.get("GRPO_EXAMPLES", "10")}
-    if is_noticed(SOURCE, tests):
-        sys.exit(f"{tests}: red, or too slow, with grpo.py as it is: it would notice every change")
+    laws = grading.collect(ROOT / ("worked_examples/tests/test_training.py" if options.loop else "test_grpo.py"))
+    if why := grading.in_a_process(first_failure, SOURCE, laws):
+        sys.exit(f"red, or too slow, with grpo.py as it is: {why}")
     noticed = 0
     for change, source in sample:
-        verdict = is_noticed(source, tests)
-        noticed += verdict
-        print("noticed " if verdict else "SURVIVED", change, flush=True)
+        why = grading.in_a_process(first_failure, source, laws)
+        noticed += why != ""
+        print("noticed " if why else "SURVIVED", change, f"  by {why}" if why else "", flush=True)
     print(f"{noticed} of {len(sample)} changes are noticed, of {len(everything)} that there are")

@@ -1,7 +1,9 @@
 """What sampling and training promise (§9, §10): a test's name is a promise, its docstring the law."""
 
+import contextlib
 import copy
 import functools
+import io
 import math
 import statistics
 from operator import or_
@@ -152,6 +154,22 @@ def test_with_bf16_a_copy_of_the_weights_samples_and_autocast_scores():
     same(list(sampler.buffers()), list(LLAMA.buffers()))
     assert {x.dtype for x in model.parameters()} == {torch.float32}
     assert not torch.equal(model.lm_head.weight, LLAMA.lm_head.weight)
+
+
+@pytest.mark.parametrize("options, lines", [({}, 0), (dict(shown=3), 3)])
+def test_evaluate_means_the_rewards_of_all_problems_and_shows_so_many_answers(options, lines):
+    """Answers are greedy, in parts of a batch; what a function has not scored is left out. Else nothing is printed."""
+    def length(completion_ids, **columns):
+        return [None if 11 in ids else len(ids) for ids in completion_ids]
+
+    tokenizer, config = grpo.tiny_tokenizer(), grpo.GRPOConfig(**SMALL)
+    r = grpo.sample_rollout(LLAMA, tokenizer, PROBLEMS, config)
+    lengths = length([ids[mask == 1].tolist() for ids, mask in zip(r.completion_ids, r.completion_mask)])
+    there = [n for n in lengths if n is not None]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        means = grpo.evaluate(LLAMA, tokenizer, PROBLEMS, [length], config, **options)
+    assert len(PROBLEMS) > len(there) > 1 and means == {"length": pytest.approx(statistics.mean(there))}
+    assert out.getvalue().count("\n") == lines
 
 
 # §10 Training ---------------------------------------------------------------------------------------------------------
