@@ -20,6 +20,12 @@ function config() {                                         // what the reader h
   return {...Object.fromEntries(chosen), loss_type: "dapo", prompt, verdicts, shown: now?.shown ?? 0};
 }
 
+function go(action, and_on) {
+  running = and_on;
+  if (action === "start") verdicts = {};
+  action ? ask(action) : draw_rest();
+}
+
 function ask(action) {                                      // one question at a time; one may wait
   if (busy) next = next === "start" ? next : action;
   else learner.postMessage({action, config: config(), ...(action === "start" && {weights, held})});
@@ -40,7 +46,7 @@ learner.onmessage = ({data}) => {
   action ? ask(action) : draw_rest();
 };
 
-function evaluate(state) {                                  // in the second worker; if it is busy, the newest state waits
+function evaluate(state) {                                  // in the second worker; while it is busy the newest waits
   waiting = state;
   if (evaluator.state) return;
   evaluator.state = state;
@@ -94,8 +100,8 @@ function draw_group(fresh) {
   $("group").innerHTML = group.map((row, i) => row_html(row, i, cells)).join("");
   $("group").querySelector(`[data-i="${focus}"]`)?.focus();
   $("loud").hidden = std(shown) > 0 || options.scale_rewards === "no mean";
-  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. " + (loud.length > 0 ?
-    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So do the other groups: no weight moves.");
+  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. " + (loud.length ?
+    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So are the others: no weight moves.");
   const list = (fork, text) => `<code>${fork[0].place.beginning}</code> ` + fork.map(token =>
     `<span><code class="${color(token.net)}">${token.word}</code> ${text(token)}</span>`).join(", ");
   const past = moved && find_pushes(moved, options).fork;
@@ -111,7 +117,8 @@ function row_html({prompt, text, reward, advantage}, i, cells) {
     const sizes = ["own", "added", "net"].map(view => `--${view}: ${(9 * cell[view] / peak(view)).toFixed(2)}px`);
     return `<span class="token ${cell.token.kind}" style="--t: ${t}; ${sizes.join("; ")}">${cell.token.word}</span>`;
   });
-  return `<div class="row"><button data-i="${i}" aria-label="answer ${i + 1}, reward ${fixed(reward)}: overrule">${name}</button>
+  return `<div class="row">
+    <button data-i="${i}" aria-label="answer ${i + 1}, reward ${fixed(reward)}: overrule">${name}</button>
     <span class="A ${color(advantage)}">${advantage > 0 ? "+" : ""}${fixed(advantage)}</span>
     <span class="mono">${tokens.join("")}</span></div>`;
 }
@@ -128,9 +135,9 @@ function draw_rest() {
   const drawn = Object.entries(lines).map(([name, [text, value]]) => {
     const points = history.filter(state => value(state) !== undefined);
     const path = points.map(state => `${100 * state.step / end} ${100 - 100 * Math.min(1, Math.max(0, value(state)))}`);
-    const where = name === "c3" ? `<code>${now.carry.digit}</code> after <code>${show(encode(now.carry.before))}</code> ` : "";
-    legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text} ${where}
-      <b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
+    const {digit, before} = now.carry, where = `<code>${digit}</code> after <code>${show(encode(before))}</code>`;
+    legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text}
+      ${name === "c3" ? where : ""} <b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
     if (!points.length) return "";
     return `<path class="${name}" d="M${path.join("L")}"/><path class="${name} dot" d="M${path.at(-1)}h0"/>`;
   });
@@ -145,8 +152,9 @@ function draw_rest() {
     <td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
   $("run").textContent = running ? "❚❚ Pause" : "▶ Run";
   $("bar").className = busy ? "busy" : "";
-  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${evaluated.length ?
-    fixed(evaluated.at(-1).held.all) : "…"}</b> <small>· ${now.silent} of ${now.rows.length / now.num_generations} groups silent` +
+  const accuracy = evaluated.length ? fixed(evaluated.at(-1).held.all) : "…";
+  const silent = `${now.silent} of ${now.rows.length / now.num_generations} groups silent`;
+  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${accuracy}</b> <small>· ${silent}` +
     (now.metrics ? ` · ${fixed(100 * now.metrics.clipped, 1)} % clipped` : "") + "</small>";
 }
 
@@ -170,19 +178,9 @@ $("views").onchange = ({target}) => {
   story.forEach(clearTimeout);
   view(target.value);
 };
-$("step").onclick = () => {
-  running = false;
-  ask("step");
-};
-$("run").onclick = () => {
-  running = !running;
-  running && !busy ? ask("step") : draw_rest();
-};
-$("again").onclick = () => {
-  running = false;
-  verdicts = {};
-  ask("start");
-};
+$("step").onclick = () => go("step", false);
+$("run").onclick = () => go(running ? null : "step", !running);
+$("again").onclick = () => go("start", false);
 $("group").onclick = ({target: {dataset: {i}}}) => {
   if (!i) return;
   const row = now.group[i], verdict = row.reward > 0.5 ? 0 : 1;
@@ -205,7 +203,7 @@ $("sum").onchange = ({target}) => {
 form.onsubmit = event => event.preventDefault();
 form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) =>
   changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name) && "sample");
-$("reset").onclick = () => {
+$("first_rules").onclick = () => {
   form.reset();
   changed("the first rules", "sample");
 };
@@ -213,7 +211,7 @@ $("try").onclick = ({target: {dataset: {rules}}}) => {
   if (rules === undefined) return;
   form.reset();
   for (const [name, value] of new URLSearchParams(rules)) form.elements[name].value = value;
-  $("again").click();
+  go("start", false);
   scrollTo(0, 0);
 };
 ask("start");
