@@ -40,11 +40,6 @@ def make_tokenizer(text):
     return tokenizer
 
 
-def as_text(prompt):
-    """What the model reads of a prompt: the chat template's text, if it is a list of messages."""
-    return prompt if isinstance(prompt, str) else "".join(message["content"] + "\n" for message in prompt)
-
-
 def make_model(tokenizer, positions, seed):
     """A GPT-2 of random weights: of five classes tried, the one that learned most from 80 problems on most tasks."""
     torch.manual_seed(seed)
@@ -90,7 +85,8 @@ def read(path, column):
 def make(task, folder, eval_dataset, column, until, steps, seed):
     """Fill a new folder; print what was made, how many answers are right, and the command that trains the model."""
     problems, held_out = read(task, column), read(eval_dataset, column)
-    prompts = [as_text(row["prompt"]) for row in problems + held_out]
+    prompts = [prompt if isinstance(prompt, str) else "".join(message["content"] + "\n" for message in prompt)
+               for prompt in (row["prompt"] for row in problems + held_out)]       # as the chat template writes messages
     answers = [row["imitated"] for row in problems + held_out]
     tokenizer = make_tokenizer("".join(prompts + answers))
     length = max(map(len, tokenizer(answers)["input_ids"])) + 2                 # the EOS, and one to spare

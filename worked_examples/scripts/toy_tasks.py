@@ -2,8 +2,8 @@
 
     python worked_examples/scripts/toy_tasks.py TASK [SEED]
 
-TASK is few_words, words, last_digit or parity. It writes TASK.jsonl and TASK_held_out.jsonl. The last two tasks have a
-column trace, a thought before each answer: small_model.py --imitate trace.
+TASK is few_words, words or parity. It writes TASK.jsonl and TASK_held_out.jsonl. Parity has a column trace, a thought
+before each answer: small_model.py --imitate trace.
 """
 
 import json
@@ -15,15 +15,6 @@ def backwards(rng, train, held_out):
     """Spell a word backwards: abcd> has the solution dcba."""
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(3, 5))) for _ in range(2 * (train + held_out))]
     return [{"prompt": f"{word}>", "solution": word[::-1]} for word in dict.fromkeys(words)], train, held_out
-
-
-def last_digit(rng):
-    """The last digit: (3+4)*2= has the solution 4."""
-    rows = [{"prompt": f"({x}+{y})*{z}=", "solution": str((x + y) * z % 10),
-             "trace": f"<think>{x + y}</think>{(x + y) * z % 10}"}
-            for x in range(10) for y in range(10) for z in range(1, 10)]
-    rng.shuffle(rows)
-    return rows, 700, 200
 
 
 def parity(rng):
@@ -38,7 +29,7 @@ def parity(rng):
 
 
 TASKS = {"few_words": lambda rng: backwards(rng, 40, 100), "words": lambda rng: backwards(rng, 375, 125),
-         "last_digit": last_digit, "parity": parity}
+         "parity": parity}
 
 
 def make(task, seed):

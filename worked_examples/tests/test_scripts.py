@@ -100,7 +100,7 @@ def test_a_small_model_tells_chance_and_learning_by_heart_from_learning(tmp_path
     known, new = re.search(r" (\d+) are right, to held-out ones (\d+): learned by heart", by_heart[1]).groups()
     assert int(known) > 500 and int(new) < 250 and " --eval_steps " in by_heart[-1]
     write("most.jsonl", [row | {"solution": row["most"]} for row in rows])
-    small_model.main("most.jsonl most --steps 40".split())
+    small_model.main("most.jsonl most --steps 60".split())
     made, imitated, *_ = capsys.readouterr().out.splitlines()
     assert "'0'" in made and ": 95% " in made and "asked for: 97%" in made
     assert "hardly more than chance" in imitated and int(re.search(r" (\d+) are right", imitated)[1]) > 800
@@ -153,7 +153,7 @@ def test_the_commands_for_a_model_of_ones_own_run_as_typed_and_it_learns(tmp_pat
 def test_toy_tasks_have_right_solutions_and_traces_and_no_problem_twice():
     """Held-out problems are not among those to train on"""
     rules = {"few_words": lambda prompt: prompt[-2::-1], "words": lambda prompt: prompt[-2::-1],
-             "last_digit": lambda prompt: str(eval(prompt[:-1]) % 10), "parity": lambda prompt: str(prompt.count("1") % 2)}
+             "parity": lambda prompt: str(prompt.count("1") % 2)}
     assert rules.keys() == toy_tasks.TASKS.keys()
     for task, rule in rules.items():
         rows = sum(toy_tasks.make(task, 1), [])
