@@ -99,10 +99,10 @@ def test_the_numbers_of_page_01s_second_group():
     """Stds, ratios, token losses, means of answers; a product of a hundred ratios"""
     r = f64([1, 0, 0.5])
     by_G, std = [grpo.group_stats(r, 3, correction=correction)[1] for correction in (0, 1)]
-    on_page("01", "| G = 3 |", "0.4082 1.2247 -1.2247 0", by_G, grpo.group_advantages(r, 3, **BY_G))
-    on_page("01", "| G - 1 = 2 |", "0.5 1 -1 0", std, grpo.group_advantages(r, 3, eps=0))
-    on_page("01", "| G - 1 = 2, with eps", "0.5001 0.9998 -0.9998 0", std + 1e-4, grpo.group_advantages(r, 3))
-    on_page("01", "| no division by the std", "0.5 -0.5 0", grpo.group_advantages(r, 3, **UNSCALED))
+    on_page("01", "The mean is 0.5", "0.4082 1.2247 -1.2247 0", by_G, grpo.group_advantages(r, 3, **BY_G))
+    on_page("01", "| divided by G - 1 |", "0.5 1 -1 0", std, grpo.group_advantages(r, 3, eps=0))
+    on_page("01", "| with eps, too |", "0.5001 0.9998 -0.9998 0", std + 1e-4, grpo.group_advantages(r, 3))
+    on_page("01", "| no std (Dr. GRPO) |", "0.5 -0.5 0", grpo.group_advantages(r, 3, **UNSCALED))
     on_page("01", "Strictly, the sum runs", "13,781", 1.1**100)
     ratio = grpo.importance_ratio(LOG_RATIOS, torch.zeros_like(LOG_RATIOS), LENGTHS)
     losses = grpo.clipped_surrogate_loss(ratio, f64([[1.225], [-1.225], [0]])) * LENGTHS
@@ -161,34 +161,39 @@ def test_the_numbers_of_the_texts_from_which_these_pages_grew():
 
 def test_the_numbers_of_page_02():
     """The policy of two words: forty updates, new answers for every fourth; a KL term"""
-    words, theta, ratios, losses = torch.tensor([[0], [1]]), f64([0, 0]).requires_grad_(), [], []
-    logits = [0.0]
+    words, theta = torch.tensor([[0], [1]]), f64([0, 0]).requires_grad_()
+    rows, ratios, losses = [], [], []
     for update in range(40):
         logps = theta.log_softmax(0)[words]
         old_logps = logps.detach() if update % 4 == 0 else old_logps
         loss, _ = grpo.grpo_loss(logps, f64([1, -1]), torch.ones(2, 1), old_logps=old_logps)
         ratios.append((logps - old_logps).exp())
         losses.append(loss.item())
-        theta = (theta - 0.2 * gradient(loss, theta)).detach().requires_grad_()
-        logits.append(theta[0].item())
-    for update, row in enumerate(("1 1 0", "1.0997 0.9003 -0.0997", "1.1964 0.8036 -0.1964", "1.2869 0.7131 -0.2"), 1):
-        on_page("02", f"| {update} | ", row, ratios[update - 1], losses[update - 1])
-    on_page("02", "| 4 | ", "0.2951", logits[3])
+        of_theta = gradient(loss, theta)
+        rows.append([theta[0], *ratios[-1], loss, of_theta[0]])
+        theta = (theta - 0.2 * of_theta).detach().requires_grad_()
+    for row, where, text in zip(rows, ("1", "2", "3", "4", "5, new answers"), (
+            "0 1 1 0 -0.5", "0.1 1.0997 0.9003 -0.0997 -0.4950", "0.1990 1.1964 0.8036 -0.1964 -0.4807",
+            "0.2951 1.2869 0.7131 -0.2 0", "0.2951 1 1 0 -0.5")):
+        on_page("02", f"| {where} |", text, *row)
     on_page("02", "The first update takes", "1.0997 0.9003", ratios[1])
-    right = f64([0.1, -0.1]).softmax(0)[0]
-    on_page("02", "To check update 2", "0.54983 0.54983 0.5 1.0997", right, right, 0.5, right / 0.5)
     lowest = [min(losses[start : start + 4]) for start in range(0, 40, 4)]
     assert lowest == sorted(lowest)
     highest = max(ratio[0, 0] for ratio in ratios[-4:])
     on_page("02", "It *rises*", "-0.200 -0.103 0.97 1.03", lowest[0], lowest[-1], 0.97, 1 / 0.97)
     on_page("02", "It *rises*", "1.0060 1.0060 -0.103", highest, highest, lowest[-1])
     on_page("02", "Does the loss say more", "0.5 0.99", 0.5, theta.softmax(0)[0])
+    two_and_four = torch.arange(4) < torch.tensor([[2], [4]])           # tokens of the right answer, of the wrong one
+    for loss_type, want in (("grpo", 0), ("dapo", 1 / 3)):
+        loss, _ = grpo.grpo_loss(torch.zeros(2, 4), f64([1, -1]), two_and_four, loss_type=loss_type)
+        assert loss.item() == approx(want)
+    on_page("02", "| 2 and 4 |", "0 0.3333", 0, loss)
     k3 = grpo.kl_estimate(f64([0.3]), f64([0]))
     on_page("02", "**A KL term.**", "1.35 0.0408 0.0408 0.0016", math.exp(0.3), k3, k3, 0.04 * k3)
 
 
 def test_the_numbers_of_page_03():
-    """The push on a rare token; an update that jumps over the limit"""
+    """The push on a rare token, and where it ends; an update that jumps over the limit"""
     for now, text in ((0.01, "-0.99"), (0.5, "-25")):                   # drawn at 0.01; another token has the rest
         logits = f64([now, 1 - now]).log().requires_grad_()
         ratio = (logits.log_softmax(0)[:1] - math.log(0.01)).exp()
@@ -196,27 +201,44 @@ def test_the_numbers_of_page_03():
         on_page("03", "does not know when to stop", text, of_logit)
     right = f64([0.5, -0.5]).softmax(0)[0]                              # a learning rate of 1 times page 2's gradient
     on_page("03", "One update can jump", "0.7311 1.462", right, right / 0.5)
+    for epsilon_high, text in ((0.2, "0.012"), (0.28, "0.0128")):
+        end = 0.01 * (1 + epsilon_high)
+        rho = f64([end / 0.01 - 1e-6, end / 0.01 + 1e-6]).requires_grad_()
+        loss = grpo.clipped_surrogate_loss(rho, torch.ones_like(rho), epsilon_high=epsilon_high)
+        on_page("03", "At 0.01 · 1.2", text, end)
+        assert gradient(loss, rho).tolist() == [-1, 0]
 
 
 def test_the_numbers_of_page_04():
-    """Logits after updates, and the mean length of wrong and right answers; a denominator that the neighbor
+    """The weights of tokens and answers; logits after updates, and the mean length of wrong and right answers; a denominator that the neighbor
     decides"""
     mask, A = torch.arange(8) < torch.tensor([[2], [8], [2], [8]]), f64([1, 1, -1, -1])
+    for loss_type, text in (("grpo", "0.125 0.03125 0.25 0.25"), ("dapo", "0.05 0.05 0.1 0.4"),
+                            ("dr_grpo", "0.025 0.025 0.05 0.2")):
+        token_losses = torch.zeros(4, 8, requires_grad=True)
+        loss = grpo.aggregate(token_losses, mask, loss_type=loss_type, max_completion_length=10)
+        weights = gradient(loss, token_losses)
+        on_page("04", f"| {loss_type} | 1/", text, weights[:2, 0], weights[:2].sum(1))
     for loss_type, wrong, right in (("grpo", "5 6.08 6.91 7.43 7.72", "5 3.92 3.09 2.57 2.28"),
                                     ("dapo", "5 5 5 5 5", None)):
-        theta, lengths = f64([0, 0, 0, 0]), []
+        theta, lengths, moved = f64([0, 0, 0, 0]), [], []
         for _ in range(5):
             p = theta.requires_grad_().softmax(0)
             lengths.append([(p[pair] @ f64([2, 8]) / p[pair].sum()).item() for pair in ([2, 3], [0, 1])])
             logps = torch.cat([theta.log_softmax(0).unsqueeze(1), torch.zeros(4, 7)], 1)    # a choice, then certainty
             loss, _ = grpo.grpo_loss(logps, A, mask, loss_type=loss_type)
-            theta = (theta - 8 * gradient(loss, theta)).detach()
+            moved.append(-8 * gradient(loss, theta))
+            theta = (theta + moved[-1]).detach()
         wrongs, rights = zip(*lengths)
         on_page("04", f"| {loss_type}: {'a wrong answer' if right else 'either'} |", wrong, *wrongs)
         if right:
+            assert moved[0].tolist() == approx([1, 0.25, -1, -0.25])
+            on_page("04", "| right | +8", "1 8 0.03125 0.25", moved[0][0], 8, 1 / 32, moved[0][1])
+            on_page("04", "| wrong | -1", "-1 -0.25", moved[0][2:])
             on_page("04", f"| {loss_type}: a right answer |", right, *rights)
         else:
             assert wrongs == approx(rights)
+            on_page("04", "Under dapo the logits move by", "0.4 0.4 -0.4 -0.4", moved[0])
     on_page("04", "With odds of", "2.117 1 2.117 8 1 2 3.117 6.08", math.exp(0.75), 1, math.exp(0.75), 8, 1, 2,
             math.exp(0.75) + 1, (8 * math.exp(0.75) + 2) / (math.exp(0.75) + 1))
     lengths = torch.arange(18) < torch.tensor([[2], [2], [2], [18]])
@@ -227,7 +249,7 @@ def test_the_numbers_of_page_04():
     for T_max, text in ((8, "0.0625"), (2, "0.25"), (10, "0.05")):
         token_losses = torch.zeros(2, 8, requires_grad=True)
         loss = grpo.aggregate(token_losses, torch.ones(2, 8), loss_type="dr_grpo", max_completion_length=T_max)
-        on_page("04", "the neighbor decides", text, gradient(loss, token_losses)[0, 0])
+        on_page("04", "But T_max has to be", text, gradient(loss, token_losses)[0, 0])
 
 
 def test_the_numbers_of_page_05():
@@ -456,6 +478,20 @@ def test_the_numbers_of_page_03s_runs():
     assert (right[:, 0, -10:].mean(1) > 0.94).all() and (right[:, 1, -10:].mean(1) < 0.03).all()
     assert (right[:, 0, 0] == right[:, 1, 0]).all()                     # the first step's answers are drawn before it
     on_page("03", "They do: without the clip", "65 18", *(100 * right[1, :, 1]))
+
+
+def test_the_numbers_of_page_10s_runs():
+    """Ten methods and the demo, five seeds each: the seeds differ more; REINFORCE begins slowest"""
+    lines = figures.csv("ten_methods.csv")
+    names = list(dict.fromkeys(lines["method"]))
+    held_out, first = [numpy.array([lines[column][lines["method"] == name] for name in names])          # (11, 5)
+                       for column in ("held_out", "first_steps")]
+    assert held_out.shape == (11, 5) and lines["seed"][:5].tolist() == [42, 1, 2, 3, 4]
+    assert (held_out.argmin(1) == 3).all() and (held_out.mean(0).max() - held_out.mean(0).min() >
+                                                held_out.mean(1).max() - held_out.mean(1).min())
+    on_page("10", "The seeds. Under", "0.988 0.998", held_out.mean(1).min(), held_out.mean(1).max())
+    slow = names.index("REINFORCE")
+    assert (numpy.delete(first, slow, 0) > first[slow]).all()
 
 
 def test_the_numbers_of_page_06s_runs():
