@@ -76,7 +76,7 @@ def test_a_function_that_calls_one_that_differs_waits_for_it(tmp_path):
     code, said = grading.in_a_process(verdicts, tmp_path / "my_grpo.py", text, "-k", laws)
     assert code == 1
     assert said["clipped_surrogate_loss"].startswith("differs in 16 of 20 (l = -min(")
-    assert "; rho = 0.5, A = 1.0, options = {})" in said["clipped_surrogate_loss"]
+    assert "; rho = 0.5, A = 1.0, options = {}; " in said["clipped_surrogate_loss"]
     assert said["grpo_loss"] == "waits for clipped_surrogate_loss"
     assert said["kl_estimate"].startswith("same")
     assert said["entropy_from_logits"] == "not there"
