@@ -30,7 +30,7 @@ import grpo
 
 
 def make_tokenizer(text):
-    """A token for each character of the text, for <think> and </think>, and an EOS that pads, too. Others are errors."""
+    """A token for each character of the text, for <think> and </think>, and an EOS that pads. Others are errors."""
     words = ["<eos>", *sorted(set(re.sub("</?think>", "", text)))]
     tokenizer = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=None))
     tokenizer.decoder = decoders.Fuse()
@@ -86,7 +86,7 @@ def make(task, folder, eval_dataset, column, until, steps, seed):
     """Fill a new folder; print what was made, how many answers are right, and the command that trains the model."""
     problems, held_out = read(task, column), read(eval_dataset, column)
     prompts = [prompt if isinstance(prompt, str) else "".join(message["content"] + "\n" for message in prompt)
-               for prompt in (row["prompt"] for row in problems + held_out)]       # as the chat template writes messages
+               for prompt in (row["prompt"] for row in problems + held_out)]       # as the chat template writes them
     answers = [row["imitated"] for row in problems + held_out]
     tokenizer = make_tokenizer("".join(prompts + answers))
     length = max(map(len, tokenizer(answers)["input_ids"])) + 2                 # the EOS, and one to spare
@@ -98,8 +98,8 @@ def make(task, folder, eval_dataset, column, until, steps, seed):
     taken = imitate(model, tokenizer, problems, asked, steps, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; chance: {chance:.0%} of the problems "
-          f"have the commonest answer, {commonest!r:.60}; asked for: {asked:.0%}")
+    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; chance: {chance:.0%} of the "
+          f"problems have the commonest answer, {commonest!r:.60}; asked for: {asked:.0%}")
     rollout, right = sample(model, tokenizer, problems, config, 500)
     known = sum(right) / 1000
     new = sum(sample(model, tokenizer, held_out, config, 500)[1]) / 1000 if held_out else known
