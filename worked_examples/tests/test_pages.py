@@ -210,8 +210,8 @@ def test_the_numbers_of_page_03():
 
 
 def test_the_numbers_of_page_04():
-    """The weights of tokens and answers; logits after updates, and the mean length of wrong and right answers; a denominator that the neighbor
-    decides"""
+    """The weights of tokens and answers; logits after updates, and the mean length of wrong and right answers; a
+    denominator that the neighbor decides"""
     mask, A = torch.arange(8) < torch.tensor([[2], [8], [2], [8]]), f64([1, 1, -1, -1])
     for loss_type, text in (("grpo", "0.125 0.03125 0.25 0.25"), ("dapo", "0.05 0.05 0.1 0.4"),
                             ("dr_grpo", "0.025 0.025 0.05 0.2")):
