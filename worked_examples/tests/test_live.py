@@ -159,9 +159,9 @@ COMPUTED = """(() => {
 
 
 def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
-    """32 answers, float64: log-probs, advantages, loss, gradient and clipped share to 1e-10; two AdamW updates to 1e-4"""
+    """32 answers in float64: log-probs, advantages, loss, gradient, clipped share to 1e-10; two updates to 1e-4"""
     policy, reference, tokenizer = model_of(weights()), model_of(0.9 * weights()), grpo.tiny_tokenizer()
-    _, config, _ = grpo.parse_options("--model tiny --generation_batch_size 32 --per_device_train_batch_size 32".split())
+    _, config, _ = grpo.parse_options(["--generation_batch_size", "32", "--per_device_train_batch_size", "32"])
     dataset, _ = grpo.tiny_problems(42)
     rng = numpy.random.default_rng(0)
     rollout = grpo.sample_rollout(policy, tokenizer, dataset[:4], config, rng)
@@ -171,10 +171,12 @@ def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
         logps, ref_logps = (grpo.score_rows(model, rollout, everything, config) for model in (policy, reference))
     old = {"own": logps, "noisy": (logps + torch.tensor(rng.normal(0, 0.25, logps.shape))) * mask}
     cut = lambda x: [row[m != 0].tolist() for row, m in zip(x, mask)]
-    rows = [{"prompt": row["prompt"], "text": text, "prompt_ids": q.tolist(), "completion_ids": o} for row, text, q, o in
-            zip(rollout.examples, rollout.completions, rollout.prompt_ids, cut(rollout.completion_ids))]
-    cases = in_javascript(COMPUTED, {"weights": weights().tolist(), "reference": (0.9 * weights()).tolist(), "rows": rows,
-                                     "old": {name: cut(x) for name, x in old.items()}, "cases": CASES}, tmp_path)
+    columns = rollout.examples, rollout.completions, rollout.prompt_ids, cut(rollout.completion_ids)
+    rows = [{"prompt": example["prompt"], "text": text, "prompt_ids": prompt_ids.tolist(), "completion_ids": ids}
+            for example, text, prompt_ids, ids in zip(*columns)]
+    given = {"weights": weights().tolist(), "reference": (0.9 * weights()).tolist(), "rows": rows, "cases": CASES,
+             "old": {name: cut(x) for name, x in old.items()}}
+    cases = in_javascript(COMPUTED, given, tmp_path)
     same = lambda mine, theirs: numpy.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
     losses, shares = set(), set()
     for case, mine in zip(CASES, cases):
@@ -192,7 +194,8 @@ def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
             if k == 0:
                 clipped = metrics["clip_ratio/region_mean"]
                 same([mine["loss"], mine["clipped"]], [loss.item(), clipped])
-                same(numbers_of(mine["gradient"]), torch.cat([weight.grad.reshape(-1) for weight in model.parameters()]))
+                gradient = torch.cat([weight.grad.reshape(-1) for weight in model.parameters()])
+                same(numbers_of(mine["gradient"]), gradient)
                 losses.add(round(loss.item(), 6))
                 shares.add(clipped > 0)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -205,7 +208,7 @@ def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
 
 def test_the_answers_are_those_of_grpo_in_a_browser(tmp_path):
     """The greedy answers to the page's held-out sums, and which of some odd texts are right"""
-    texts = ["<think>7+5=12</think>132", "132", "<think>1</think>", "<think>132", "</think>132", "1</think>2</think>132", ""]
+    texts = ["<think>7+5=12</think>132", "132", "<think>1</think>", "<think>132", "1</think>2</think>132", ""]
     _, config, _ = grpo.parse_options([])
     _, held_out = grpo.tiny_problems(config.seed)
     held = part("sums").split()
@@ -287,11 +290,12 @@ def test_each_control_works_in_a_browser(browser):
     lists = browser.value("[...form.querySelectorAll('select')].map(list => [list.name, list.length])")
     tries = browser.value("document.querySelectorAll('[data-rules]').length")
     assert len(lists) > 5 and tries > 5
-    actions = [f"form.elements.{name}.selectedIndex = {k}; form.elements.{name}.dispatchEvent(new Event('change', {{bubbles: true}}))"
+    change = "dispatchEvent(new Event('change', {bubbles: true}))"
+    actions = [f"form.elements.{name}.selectedIndex = {k}; form.elements.{name}.{change}"
                for name, length in lists for k in range(length)]
     actions += [f"document.querySelectorAll('[data-rules]')[{k}].click()" for k in range(tries)]
-    actions += ["$('group').querySelector('button').click()", "document.querySelector('[name=view][value=own]').click()",
-                "$('sum').value = '58+67'; $('sum').dispatchEvent(new Event('change'))", "$('first_rules').click()",
+    actions += ["$('group').querySelector('button').click()", "$('views').querySelector('input').click()",
+                f"$('sum').value = '58+67'; $('sum').{change}", "$('first_rules').click()",
                 "$('run').click(); $('run').click()", "$('again').click()"]
     for action in actions:
         browser.value("form.reset(); form.elements.generation_batch_size.selectedIndex = 0")         # the quickest
@@ -310,9 +314,9 @@ def test_a_silent_group_offers_another_in_a_browser(browser):
     browser.open_page()
     assert browser.value("$('loud').hidden")
     while browser.value("now.group.some(row => row.reward > 0)"):
-        browser.value("$('group').children[now.group.findIndex(row => row.reward > 0)].querySelector('button').click(); 1")
+        browser.value("$('group').querySelectorAll('button')[now.group.findIndex(row => row.reward > 0)].click()")
     assert "silent group" in browser.value("$('loud').textContent") and not browser.value("$('loud').hidden")
-    browser.value("$('loud').querySelector('button').click(); 1")
+    browser.value("$('loud').querySelector('button').click()")
     assert browser.value("$('loud').hidden && new Set(now.group.map(row => row.reward)).size === 2")
     assert browser.value("$('sum').value + '=' === now.group[0].prompt && prompt === now.group[0].prompt")
 
@@ -322,8 +326,8 @@ def test_the_page_follows_the_systems_colors_and_calm_in_a_browser(browser):
     """Dark where the system is dark; without motion what is left is shown at once"""
     grounds = set()
     for scheme in "light", "dark":
-        features = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
-        browser.send("Emulation.setEmulatedMedia", features=features)
+        chosen = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        browser.send("Emulation.setEmulatedMedia", features=[{"name": x, "value": y} for x, y in chosen.items()])
         browser.open_page()
         grounds.add(browser.value("getComputedStyle($('bar')).backgroundColor"))
         assert browser.value("$('group').dataset.view") == "net"
