@@ -90,7 +90,7 @@ def group_stats(rewards, num_generations, *, correction=1):
         f"num_generations: got {num_generations}; allowed: > {correction}, divides {len(rewards)}")
     groups = (rewards * 1.0).reshape(-1, num_generations)      # (P, G); integers become floats
     best = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)                  # (P, 1)
-    mean = best + (groups - best).nanmean(1, keepdim=True)     # groups.mean() of 8 × 0.1 is not 0.1
+    mean = best + (groups - best).nanmean(1, keepdim=True)     # of 8 × 0.1 it is 0.1, unrounded
     squares = (groups - mean).square().nansum(1)                                # (P,)
     count = (~groups.isnan()).sum(1)                                            # (P,)
     std = (squares / (count - correction).clamp(min=1)).sqrt()                  # (P,)
@@ -483,8 +483,7 @@ def think_format_reward(completions, **kwargs):
     Source: DeepSeek-R1 (arXiv:2501.12948) §2.2. TRL's accepts a second </think>, an empty answer.
     """
     rewards = []
-    for completion in completions:
-        text = text_of(completion)
+    for text in map(text_of, completions):
         one_thought = text.count("<think>") == text.count("</think>") == 1
         answer = text.partition("</think>")[2].strip()
         rewards.append(float(text.startswith("<think>") and one_thought and answer != ""))
@@ -508,9 +507,9 @@ def choose_tokens(logits, uniforms):
 def record_on_gpu(function, *inputs):
     """Record what function(*inputs) starts on the GPU, as a CUDA graph; return what repeats it.
 
-    Python starts the many kernels of a step one by one, while the GPU waits. A graph starts them at
-    once, on fixed memory: new inputs are copied into it, and each call overwrites the last result.
-    A function that waits for the CPU (a mixture of experts may) is returned as it is.
+    The GPU waits while Python starts a step's many kernels one by one; a graph starts them at once.
+    Its memory is fixed: inputs are copied into it, and each call overwrites the last result. A
+    function that waits for the CPU (a mixture of experts may) is returned as it is.
     """
     inputs = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -588,7 +587,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
             logits = next_logits(*step)                                             # (rows, V)
     completion_ids, logps = completion_ids[:, :t + 1], logps[:, :t + 1]         # (B, T)
     completion_mask = make_completion_mask(completion_ids, eos)                 # (B, T)
-    padding = completion_mask == 0                             # an ended row has gone on, recorded
+    padding = completion_mask == 0                             # recorded, an ended row goes on
     completion_ids = completion_ids.masked_fill(padding, pad_token_id)
     return completion_ids, completion_mask, logps.masked_fill(padding, 0)
 
@@ -610,7 +609,7 @@ def ends_of_an_answer(policy, tokenizer):
     """
     added = tokenizer.added_tokens_decoder                     # id -> token
     of_config = set(numpy.atleast_1d(policy.generation_config.eos_token_id))
-    ends = of_config & added.keys()                            # a config's default may be a letter
+    ends = of_config & added.keys()                            # a default id may be a letter's
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "7"}]
         behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("7")[2].lstrip()
@@ -722,6 +721,7 @@ class GRPOConfig:
         B, G = self.generation_batch_size, self.num_generations
         assert G > 1 and B % G == 0, (
             f"generation_batch_size: got {B}; allowed: a multiple of num_generations (2 or more)")
+        assert self.num_mini_batches <= B, f"num_mini_batches: got more than {B} answers"
         assert self.temperature > 0, "temperature: got 0; allowed is more"
         assert self.loss_type != "bnpo", "loss_type: got bnpo, whose parts do not add up"
         assert self.beta > 0 or not self.sync_ref_model, "sync_ref_model: allowed with beta > 0"
@@ -748,8 +748,8 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
           compute_advantages=outcome_advantages):
     """Algorithm 1 of DeepSeekMath, its line numbers on the right: a generator that yields steps.
 
-    The two loops of lines 2 and 4 are one here: an outer iteration begins where π_ref is refreshed.
-    Line 12, a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
+    The loops of lines 2 and 4 are one: an outer iteration begins where π_ref is refreshed. Line 12,
+    a reward model that learns, is in worked_examples/scripts/iterative_grpo.py.
     Args: policy: a float32 causal LM of transformers, trained in place. dataset: dicts with
         "prompt", ... compute_advantages: from rewards (B,), rollout and config to (B, T).
     Yields: after each step the state, the rollout and the metrics, under TRL's names.
@@ -785,9 +785,9 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
         if state.reference:
             ref_logps = score_rollout(state.reference, rollout, config)         # (B, T)
 
-        # Learn. At beta 0 a row of advantages 0 has no gradient: it counts in B and N, unscored.
+        # Learn. At beta 0 a row of advantages 0 has no gradient: it counts, but no pass is made.
         has_gradient = (mask if config.beta > 0 else mask * advantages).any(1)  # (B,)
-        scored = rollout.sampler_logps.clone()                 # (B, T), log π_old of these rows
+        rescored = rollout.sampler_logps.clone()               # (B, T), log π_old of these rows
         sums = Counter({"loss": 0, "grad_norm": 0, "clip_ratio/low_mean": 0,
                         "clip_ratio/high_mean": 0, "clip_ratio/region_mean": 0})
         state.optimizer.zero_grad()                            # a reward function may have left one
@@ -806,13 +806,13 @@ def train(policy, tokenizer, dataset, reward_funcs, config, *, state=None,
                         **loss_options(config))
                     loss.backward()                            # the gradients of parts add up
                     sums.update(loss=loss.item(), **loss_metrics)               # a Counter adds
-                    scored[part] = old
+                    rescored[part] = old
                 norm = torch.nn.utils.clip_grad_norm_(
                     policy.parameters(), config.max_grad_norm or math.inf, error_if_nonfinite=True)
-                state.optimizer.step()                         # no gradient: no weight moves
+                state.optimizer.step()                         # without a gradient none moves
                 state.optimizer.zero_grad()                    # sampling needs the memory
                 sums["grad_norm"] += norm.item()
-        gaps = (scored - rollout.sampler_logps).abs()          # NaN where a weight is NaN
+        gaps = (rescored - rollout.sampler_logps).abs()         # NaN where a weight is NaN
         gap = (gaps.sum() / mask[has_gradient].sum().clamp(min=1)).item()
         assert gap < (1 if config.bf16 else 1e-3), (           # float32's rounding: 1e-6 to 1e-4
             f"sampled and scored log-probs differ by {gap:.2g} nats: positions, mask, cache?")
@@ -841,6 +841,8 @@ def compute_rewards(reward_funcs, rollout):
     ids = [row[m != 0].tolist() for row, m in zip(rollout.completion_ids, rollout.completion_mask)]
     given = dict(prompts=[row["prompt"] for row in examples], completions=rollout.completions,
                  completion_ids=ids, **columns)
+    names = [function.__name__ for function in reward_funcs]
+    assert len(set(names)) == len(names), f"reward_funcs: got {names}; allowed: each name once"
     rewards_per_func = []
     for function in reward_funcs:
         rewards = function(**copy.deepcopy(given))             # what it changes is its own
@@ -849,9 +851,8 @@ def compute_rewards(reward_funcs, rollout):
             reward is None or math.isfinite(reward) for reward in rewards), (
             f"reward_funcs: {function} returned {rewards!r:.200}; allowed are {len(examples)}, "
             "each a finite number or None")
-        numbers = [math.nan if reward is None else float(reward) for reward in rewards]
-        rewards_per_func.append(torch.tensor(numbers, dtype=torch.float64))     # (B,)
-    return torch.stack(rewards_per_func, 1).to(rollout.completion_ids.device)   # (B, F)
+        rewards_per_func.append(rewards.astype(float))         # None becomes NaN
+    return torch.tensor(numpy.stack(rewards_per_func, 1), device=rollout.completion_ids.device)
 
 
 def score_rows(model, rollout, rows, config):
@@ -899,9 +900,8 @@ def sample_metrics(rollout, reward_funcs, rewards, config):
         "frac_reward_nan": rewards.isnan().float().mean(),     # share that no function has scored
         "completions/mean_length": mask.sum() / len(mask),
         "completions/clipped_ratio": 1 - rollout.terminated.float().mean(),     # share cut off
-        "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # an estimate
+        "entropy": aggregate(-rollout.sampler_logps, mask, loss_type="dapo")}   # mean -log π
     names = [f"rewards/{function.__name__}/mean" for function in reward_funcs]
-    assert len(set(names)) == len(names), f"reward_funcs: got {names}; allowed: each name once"
     metrics.update(zip(names, rollout.rewards_per_func.nanmean(0)))
     return {name: x.item() for name, x in metrics.items()}
 
@@ -996,18 +996,18 @@ def load_dataset(path, policy=None, tokenizer=None, config=None):
 def can_be_answered(row, policy, tokenizer, config):
     """Read a row as a step does; return whether the tokenizer can write its solution."""
     prompt, solution = row["prompt"], row.get("solution")
+    assert text_of(prompt), "the prompt has no text"
     prompt_ids, _ = encode_prompts(tokenizer, [prompt], "cpu")                  # (1, L)
     room = getattr(policy.config, "max_position_embeddings", math.inf) - prompt_ids.size(1)
     assert config.max_completion_length <= room, (
         f"max_completion_length: got {config.max_completion_length}; this prompt allows {room}")
     assert prompt_ids[0, -1] not in ends_of_an_answer(policy, tokenizer), "the prompt has an EOS"
-    assert text_of(prompt), "the prompt has no text"
     assert isinstance(prompt, str) or prompt[-1]["role"] != "assistant", "the prompt has an answer"
-    if not isinstance(solution, str):
-        return True
-    ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
+    if not isinstance(solution, str | int | float):
+        return True                                            # for a reward function of the user's
+    ids = tokenizer(solution_text(solution), add_special_tokens=False)["input_ids"]
     written = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return final_answer(written) == final_answer(solution)
+    return final_answer(written) == solution_text(solution)
 
 
 def load_model(name, seed=0):
@@ -1076,6 +1076,8 @@ def parse_options(argv):
         parser.error(f"--dataset: got {options.dataset}; allowed is FILE.jsonl, none for tiny")
     if saved and options.reward_funcs != saved["arguments"]["reward_funcs"]:
         parser.error(f"--reward_funcs: got {options.reward_funcs}; allowed on a resume: the run's")
+    if saved and saved["step"] >= config.max_steps:
+        parser.error(f"--max_steps: got {config.max_steps}; allowed is more than {saved['step']}")
     options.resume_from_checkpoint = folder
     return options, config, saved
 
@@ -1134,16 +1136,15 @@ def make_folder(name, number=1):
 
 def write_logs(folder, rollout, metrics, reward_funcs, G):
     """Append the metrics to metrics.jsonl, one group to completions.jsonl; NaN becomes null."""
-    scores = rollout.rewards_per_func[:G].T.cpu().numpy()                       # (F, G)
-    scores = numpy.where(numpy.isnan(scores), None, scores).tolist()
+    scores = rollout.rewards_per_func[:G].T.tolist()                            # (F, G)
     group = {"step": metrics["step"], "prompt": rollout.examples[0]["prompt"],
              "completions": rollout.completions[:G],
              "rewards": dict(zip([function.__name__ for function in reward_funcs], scores)),
              "advantages": rollout.advantages[:G, 0].tolist()}                  # of first tokens
-    metrics = {name: None if math.isnan(x) else x for name, x in metrics.items()}
     for name, line in ("metrics.jsonl", metrics), ("completions.jsonl", group):
+        line = json.loads(json.dumps(line), parse_constant=lambda nan: None)
         with open(folder / name, "a") as log:
-            log.write(json.dumps(line, allow_nan=False) + "\n")
+            log.write(json.dumps(line) + "\n")
 
 
 def write_progress(recent, rollout, config):
@@ -1158,8 +1159,8 @@ def write_progress(recent, rollout, config):
     tqdm.write(one_line(rollout, 0, reward.item()))
     if means["frac_reward_nan"] > 0:
         tqdm.write(f"  no reward function has scored {means['frac_reward_nan']:.1%} of the answers")
-    if means["grad_norm"] == 0:
-        tqdm.write("  no weight has moved: in each group the answers that count earned the same")
+    if means["frac_reward_zero_std"] == 1 and config.beta == 0:
+        tqdm.write("  no weight has moved: in each group all answers earned the same")
 
 
 def main(argv):
@@ -1168,8 +1169,10 @@ def main(argv):
     policy, tokenizer, dataset, reward_funcs, held_out = load_job(options, config)
     job = policy, tokenizer, held_out, reward_funcs, config
     state, recent = initial_state(policy, config), []
-    state.before = saved.get("before")                         # held-out rewards before step 1
+    state.before = None                                        # held-out rewards before step 1
     if saved:
+        if saved["arguments"]["eval_dataset"] == options.eval_dataset:
+            state.before = saved["before"]
         print(f"from step {saved['step']} of {config.max_steps}")
         state.step = saved["step"]
         state.optimizer.load_state_dict(saved["optimizer"])
