@@ -93,6 +93,8 @@ def in_a_process(function, *arguments):
 def grade(path, word="", json_file=None):
     """Print the points of each function, shared out among the options of its laws, and why some are lost. 0 if none."""
     laws = {name: {"formula": {}, "beyond": {}, "errors": {}} for name in check.NAMES if word in name}
+    if not laws:
+        sys.exit(f"-k: got {word!r}; allowed is a part of a function's name")
     for law, call in collect(*check.LAWS):
         (name, mark), row = check.about(law), call.keywords
         if name in laws:
@@ -111,8 +113,6 @@ def grade(path, word="", json_file=None):
                 tests.append(dict(name=f"{name}, {mark}", score=score, max_score=points, output=why))
                 if why != "not written":
                     print(f"{name + ', ' + mark:40}{score} of {points}  {why}".rstrip(), flush=True)
-    if not tests:
-        sys.exit(f"-k: got {word!r}; allowed is a part of a function's name")
     missing = [test for test in tests if test["output"] == "not written"]
     if missing:
         names = dict.fromkeys(test["name"].split(",")[0] for test in missing)
