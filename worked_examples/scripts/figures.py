@@ -3,8 +3,8 @@
     python worked_examples/scripts/figures.py               draw all pictures
     python worked_examples/scripts/figures.py run           first run the demo, and write anew what depends on it
 
-`run` trains the demo 64 times, about half an hour on one core, and writes group.json and the csv files of the demo.
-(On another processor the figures differ a little.)
+`run` writes group.json and the demo's csv files: 75 runs, about half an hour on one core. (On another processor the
+figures differ a little.)
 """
 
 import itertools
@@ -23,10 +23,12 @@ from PIL import Image
 
 import grpo
 from worked_examples import variants
-from worked_examples.scripts import look_at_a_group
+from worked_examples import variants
+from worked_examples.scripts import look_at_a_group, process_supervision
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 BLUE, ORANGE, GREY, PALE, INK = "#1668b8", "#c25700", "#59636e", "#e8ebee", "#1b1f24"  # color-blind readers tell them
+CENTER = {"ha": "center", "va": "center"}
 STYLE = {"figure.figsize": (7.0, 2.9), "figure.constrained_layout.use": True, "figure.dpi": 200, "text.color": INK,
          "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5, "axes.titleweight": "bold",
          "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 9}
@@ -62,7 +64,7 @@ def method_in_one_picture():
     left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     left.set(xlim=(0, 100), ylim=(11.5, 0.3), title=f"1  Answer {data['prompt']} eight times, score each answer")
     left.axis("off")
-    left.text(58, 0.9, "reward = form + right", size=9, color=GREY)
+    left.text(56, 0.9, "reward = format + right", size=9, color=GREY)
     left.text(84, 0.9, "advantage A", size=9, color=GREY)
     for y, i in enumerate(sorted(range(8), key=lambda i: -data["rewards"][i]), 2):
         text, A = data["answers"][i]["text"], data["advantages"][i]
@@ -71,7 +73,7 @@ def method_in_one_picture():
         left.text(0, y, " " * k + "█", family="monospace", color=color)
         left.text(0, y, " " * k + text[k], family="monospace", color="white", weight="bold")
         is_right, form = (rewards[i] for rewards in data["rewards_per_func"].values())
-        left.text(58, y, f"{form + is_right:g} = {form:g} + {is_right:g}", color=color)
+        left.text(56, y, f"{form + is_right:g} = {form:g} + {is_right:g}", color=color)
         left.text(88, y, f"{'▲' if A > 0 else '▼'} {signed(A, 2)}", color=color)
     left.text(0, 10.4, "2  Push the tokens of each answer up (▲) or down (▼)", size=10.5, weight="bold")
     left.text(0, 11.4, f"A = (reward − mean)/std, mean {data['mean']:g}, std {data['std']:.2f}.  Left of the boxes the "
@@ -96,7 +98,7 @@ def fork():
     axis.plot(range(1, k + 1), [0] * k, "o-", color=INK, ms=5, lw=2.5)
 
     def name(t, y, token, **style):
-        axis.text(t + 1, y, token, ha="center", va="center", family="monospace", size=9 if len(token) < 5 else 7, **style)
+        axis.text(t + 1, y, token, **CENTER, family="monospace", size=9 if len(token) < 5 else 7, **style)
 
     for t, token in enumerate(shared):
         name(t, -6, token, color=GREY)
@@ -156,14 +158,15 @@ def three_averages():
     axis.set(xlim=(-2.1, 15.2), ylim=(4.7, -0.8), title="Fifteen token losses, three averages")
     axis.axis("off")
     colors = LinearSegmentedColormap.from_list("", [BLUE, PALE, ORANGE])
-    axis.imshow(losses.where(mask, torch.nan).numpy(), cmap=colors, vmin=-1.6, vmax=1.6, extent=(0, 6, 3, 0), aspect="auto")
+    axis.imshow(losses.where(mask, torch.nan).numpy(), cmap=colors, vmin=-1.6, vmax=1.6, extent=(0, 6, 3, 0),
+                aspect="auto")
     arrow = lambda start, end: axis.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=GREY, lw=1.5))
-    write = lambda x, y, text, **style: axis.text(x, y, text, **(dict(ha="center", va="center", size=9) | style))
+    write = lambda x, y, text, **style: axis.text(x, y, text, **(CENTER | dict(size=9) | style))
     for i, color in enumerate((BLUE, ORANGE, GREY)):
         write(-0.2, i + 0.5, f"answer {i + 1}", ha="right")
         for t in range(sizes[i]):
-            strong = abs(losses[i, t]) > 1
-            write(t + 0.5, i + 0.5, signed(losses[i, t], 2) if strong else "0", color="white" if strong else INK, size=8.5)
+            loss = losses[i, t]
+            write(t + 0.5, i + 0.5, signed(loss, 2) if loss else "0", color="white" if loss else INK)
         mean = losses[i, mask[i]].mean()
         write(7.5, i + 0.5, signed(mean, 4) if mean else "0", color=color, weight="bold")
         arrow((6.1 if i == 2 else sizes[i] + 0.1, i + 0.5), (6.6, i + 0.5))
@@ -233,7 +236,7 @@ def clipping():
         axis.plot(ratio, grpo.clipped_surrogate_loss(ratio, torch.full_like(ratio, A)), color=BLUE, lw=2.5)
         axis.plot([1], [-A], "o", color=INK, ms=5, label="ρ = 1: as sampled")
         for name, x, y, color in names:
-            axis.text(x, y, name, ha="center", va="center", size=9, color=color)
+            axis.text(x, y, name, **CENTER, size=9, color=color)
         axis.set(xlabel="ratio ρ (shaded: 0.8 … 1.2)", ylabel="loss of the token (lower is better)", title=title,
                  xticks=(0.5, 0.8, 1, 1.2, 1.5), yticks=ticks)
     figure.axes[0].legend(loc="lower left")
@@ -253,9 +256,9 @@ def token_weights():
             n, w = int(mask[i].sum()), weights[i, 0].item()
             side = (w / 0.125) ** 0.5                                   # grpo's largest token is 1 by 1
             for t in range(n):
-                axis.add_patch(Rectangle((x0 + 1.05 * t + 0.525 - side / 2, 0.5 - side / 2), side, side, fc=color, lw=0))
-            axis.text(x0 + 1.05 * n / 2, 1.2, f"{n} tokens of {w:g} = {n * w:g}", color=color, ha="center", va="center",
-                      size=9)
+                x = x0 + 1.05 * t + 0.525 - side / 2
+                axis.add_patch(Rectangle((x, 0.5 - side / 2), side, side, fc=color, lw=0))
+            axis.text(x0 + 1.05 * n / 2, 1.2, f"{n} tokens of {w:g} = {n * w:g}", color=color, **CENTER, size=9)
         axis.text(-0.4, 0.5, loss_type, ha="right", va="center", weight="bold", size=11)
         axis.set(xlim=(-2.1, 12.2), ylim=(-0.02, 1.45), aspect="equal")
         axis.axis("off")
@@ -281,14 +284,14 @@ def growing_answers():
     figure = Figure(figsize=(7.0, 2.7))
     axis = figure.subplots()
     (right, wrong), level = mean_lengths("grpo").T, mean_lengths("dapo")[:, 1]
-    for values, color, name, dy in ((wrong, ORANGE, "grpo, wrong answers", 0.45), (right, BLUE, "grpo, right answers", -0.55),
-                                    (level, GREY, "dapo, both", 0.4)):
+    for values, color, name, dy in ((wrong, ORANGE, "grpo, wrong answers", 0.45), (level, GREY, "dapo, both", 0.45),
+                                    (right, BLUE, "grpo, right answers", -0.55)):
         axis.plot(range(5), values, "o-", color=color, lw=2.5)
         axis.text(4.12, values[-1], name, color=color, va="center", weight="bold")
         for update in range(1, 5):
-            axis.text(update, values[update] + dy, f"{values[update]:.3g}", color=color, ha="center", va="center", size=9)
-    axis.set(xlim=(-0.15, 5.5), ylim=(1.4, 8.6), xticks=range(5), yticks=(2, 5, 8), xlabel="update", ylabel="mean tokens",
-             title="grpo: a mistake survives better if it is long")
+            axis.text(update, values[update] + dy, f"{values[update]:.3g}", color=color, **CENTER, size=9)
+    axis.set(xlim=(-0.15, 5.5), ylim=(1.4, 8.6), xticks=range(5), yticks=(2, 5, 8), xlabel="update",
+             ylabel="mean tokens", title="grpo: a mistake survives better if it is long")
     return figure
 
 
@@ -357,6 +360,22 @@ def three_seeds(name, *colors):
     return figure
 
 
+def toy_run():
+    """Page 7: two rewards of sorted letters; in_order can be hacked, as in_place, measured in both runs, shows."""
+    lines = csv("toy_run.csv")
+    figure = Figure(figsize=(9.0, 2.9))
+    drawn = ("reward", "What each is trained on"), ("in_place", "Letters in place"), ("length", "Tokens of an answer")
+    for panel, (column, title) in zip(figure.subplots(1, 3), drawn):
+        for run, color in ("in_place", BLUE), ("in_order", ORANGE):
+            values = smooth(lines[column][lines["run"] == run], 10)
+            panel.plot(range(1, len(values) + 1), values, color=color, lw=2.2, label=f"trained on {run}")
+        panel.set(xlabel="step (mean of up to ten)", title=title, ylim=(0, 6.3 if column == "length" else 1.05))
+    figure.axes[0].set(ylabel="mean reward")
+    figure.axes[1].set(ylabel="share of the letters")
+    figure.axes[0].legend(loc="lower right")
+    return figure
+
+
 def two_runs():
     """Page 11: the demo with ten seeds, and the collapse."""
     metrics = "rewards/accuracy_reward/mean", "frac_reward_zero_std", "entropy"
@@ -370,10 +389,30 @@ def two_runs():
     return figure
 
 
+def ten_methods():
+    """Page 10: the demo and ten methods, five seeds each: what greedy answers reach, and how fast samples rise."""
+    lines = csv("ten_methods.csv")
+    names = list(dict.fromkeys(lines["method"]))
+    figure = Figure(figsize=(8.3, 3.5))
+    for panel, column, title in zip(figure.subplots(1, 2, sharey=True), ("held_out", "first_steps"), (
+            "Held-out sums, greedy, after 80 steps", "Samples, mean of steps 1 to 20")):
+        for y, name in enumerate(names):
+            values = lines[column][lines["method"] == name]
+            panel.axhline(y, color=PALE, lw=1, zorder=0)
+            panel.plot(values, [y] * len(values), "o", color=BLUE, ms=5, alpha=0.55, mew=0, label="a seed" * (y == 0))
+            panel.plot(values.mean(), y, "|", color=INK, ms=13, mew=2, label="mean of five" * (y == 0))
+        panel.set(xlabel="share of right answers", title=title, yticks=range(len(names)), yticklabels=names,
+                  ylim=(len(names) - 0.5, -0.5))
+    figure.axes[0].set(xlim=(0.9, 1.004))
+    figure.axes[0].legend(loc="lower left")
+    return figure
+
+
 DRAWINGS = {
     "grpo": method_in_one_picture, "fork": fork, "one_page": one_page, "three_averages": three_averages,
     "sawtooth": sawtooth, "clipping": clipping, "clip_runs": with_and_without_the_clip,
-    "token_weights": token_weights, "growing_answers": growing_answers, "silent_groups": silent_groups, "two_runs": two_runs,
+    "token_weights": token_weights, "growing_answers": growing_answers, "silent_groups": silent_groups,
+    "toy_run": toy_run, "ten_methods": ten_methods, "two_runs": two_runs,
     "two_digit_sums": lambda: three_seeds("two_digit_sums", BLUE, ORANGE, INK),
     "real_model": lambda: three_seeds("real_model", BLUE, GREY, INK)}
 
@@ -387,11 +426,31 @@ METRICS = ["step", "rewards/accuracy_reward/mean", "rewards/think_format_reward/
            "entropy", "grad_norm", "loss"]
 
 
-def demo(flags):
-    """The demo's policy after its cold start, and its steps."""
+def per_answer(function):
+    """What train takes, from a function of rewards and G."""
+    return lambda rewards, rollout, config: grpo.broadcast_advantages(
+        function(rewards, config.num_generations), rollout.completion_mask).to(rollout.sampler_logps)
+
+
+METHODS = {                                                             # page 10's flags, with the demo's two passes
+    "the demo": "", "GRPO": "--loss_type grpo --beta 0.04",
+    "DAPO": "--epsilon_high 0.28 --mask_truncated_completions true",
+    "GSPO": "--loss_type grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4",
+    "SAPO": "--loss_type grpo --policy_loss sapo", "CISPO": "--policy_loss cispo",
+    "Dr. GRPO": "--loss_type dr_grpo --scale_rewards none", "process supervision": "",
+    "MaxRL": "--loss_type grpo",
+    "RLOO": "--loss_type dr_grpo --num_iterations 1", "REINFORCE": "--loss_type dr_grpo --num_iterations 1"}
+ADVANTAGES = {
+    "process supervision": process_supervision.compute_advantages, "MaxRL": per_answer(variants.maxrl_advantages),
+    "RLOO": per_answer(variants.leave_one_out_advantages), "REINFORCE": per_answer(lambda rewards, G: rewards)}
+
+
+def demo(flags, compute_advantages=grpo.outcome_advantages):
+    """The demo's policy after its cold start, its steps, and a function that answers the held-out sums."""
     options, config, _ = grpo.parse_options(["--model", "tiny", *flags.split()])
-    policy, *job, _ = grpo.load_job(options, config)
-    return policy, grpo.train(policy, *job, config)
+    policy, tokenizer, *job, held_out = grpo.load_job(options, config)
+    answer = lambda: grpo.evaluate(policy, tokenizer, held_out, [grpo.accuracy_reward], config)["accuracy_reward"]
+    return policy, grpo.train(policy, tokenizer, *job, config, compute_advantages=compute_advantages), answer
 
 
 def run_all():
@@ -399,10 +458,16 @@ def run_all():
     for name, runs in RUNS.items():
         table = [[metrics[metric] for metric in METRICS] for flags in runs for _, _, metrics in demo(flags)[1]]
         numpy.savetxt(PICTURES / f"{name}.csv", table, "%.5g", ",", header=",".join(METRICS), comments="")
+    lines = ["method,seed,held_out,first_steps,last_steps"]
+    for (name, flags), seed in itertools.product(METHODS.items(), (42, 1, 2, 3, 4)):
+        _, steps, answer = demo(f"{flags} --seed {seed}", ADVANTAGES.get(name, grpo.outcome_advantages))
+        right = numpy.array([metrics["rewards/accuracy_reward/mean"] for _, _, metrics in steps])
+        lines.append(f"{name},{seed},{answer():.3f},{right[:20].mean():.4f},{right[-10:].mean():.4f}")
+    (PICTURES / "ten_methods.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     data = look_at_a_group.group_data(*look_at_a_group.load(["--json", "group.json"])[1])
     ids = grpo.tiny_tokenizer().convert_tokens_to_ids
     question, beginning = torch.tensor(ids([*data["prompt"]])), ids(data["forks"][0]["prefix"])
-    policy, steps = demo("")
+    policy, steps, _ = demo("")
     probabilities = []
     for _ in itertools.chain(["before the first step"], steps):
         probs = look_at_a_group.next_token_probs(policy, question, beginning, 1.0)

@@ -56,5 +56,5 @@ def learn(name, policy, tokenizer, problems, reward_funcs, held_out, config, com
 
 
 if __name__ == "__main__":
-    options, config, _ = grpo.parse_options(["--model", "tiny", "--max_steps", "100", *sys.argv[1:]])
+    options, config, _ = grpo.parse_options(["--model", "tiny", *sys.argv[1:]])
     learn("process supervision", *grpo.load_job(options, config), config, compute_advantages)

@@ -134,13 +134,29 @@ def test_the_dots_of_seed_42_are_above_the_curve_of_equally_hard_questions():
     assert len(above) == 20 and above[0] == pytest.approx(0, abs=0.005) and (above[1:] > 0.2).all()
 
 
+def test_what_pages_03_07_and_10_say_of_their_runs():
+    """The clip, the hacked reward, the methods: csv files of runs, which no test repeats"""
+    right = figures.csv("clip_runs.csv")["rewards/accuracy_reward/mean"].reshape(3, 2, 80)
+    assert (right[:, 0, -10:].mean(1) > 0.94).all() and (right[:, 1, -10:].mean(1) < 0.03).all()
+    toy = figures.csv("toy_run.csv")
+    place, order = (toy[toy["run"] == run] for run in ("in_place", "in_order"))
+    assert (place["reward"] == place["in_place"]).all() and place["reward"][-10:].mean() == pytest.approx(0.96, abs=5e-3)
+    assert order["reward"][19:].min() > 0.98 and order["in_place"][-10:].mean() < 0.005 and order["length"][-1] < 1.1
+    lines = figures.csv("ten_methods.csv")
+    assert lines["method"].tolist() == [name for name in figures.METHODS for _ in range(5)]
+    held_out, first = lines["held_out"].reshape(11, 5), lines["first_steps"].reshape(11, 5)
+    assert (held_out.argmin(1) == 3).all()                              # more than the methods the seeds differ: seed 3
+    assert 0.9875 < held_out.mean(1).min() and held_out.mean(1).max() < 0.9985
+    assert (first.argmin(0) == [*figures.METHODS].index("REINFORCE")).all()
+
+
 def test_each_picture_can_be_drawn_and_is_committed_and_the_group_has_a_runs_pushes():
     """No picture more, none less; group.json has the probabilities of a whole run"""
     for draw in figures.DRAWINGS.values():
         assert draw().axes
     drawn = [f"{name}.png" for name in figures.DRAWINGS]
     pictures = sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
-    assert sorted([*drawn, "toy_run.png"]) == pictures                  # page 7's, which plot_run.py has drawn
+    assert sorted(drawn) == pictures
     data = json.loads((EXAMPLES / "pictures/group.json").read_text(encoding="utf-8"))
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert [*data["methods"], *data["whole_run"]] == [*look_at_a_group.METHODS, "words", "probabilities"]
