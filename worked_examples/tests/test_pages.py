@@ -410,6 +410,14 @@ def test_the_numbers_of_page_10():
         on_page("10", f"| {right} | {1 - right / 8}", text, 1 - mean, 1 - mean, std,
                 grpo.group_advantages(rewards, 8, **BY_G)[0], 1 - mean, mean, variants.maxrl_advantages(rewards, 8)[0])
 
+    for lam, text in ((0, "0 0.1 0.2 0.1"), (0.5, "0.5 0.225 0.25 0.1"), (1, "1 0.4 0.3 0.1")):
+        A, _ = variants.gae_advantages(f64([[0, 0, 1]]), f64([[0.6, 0.7, 0.9]]), torch.ones(1, 3), lam=lam)
+        on_page("10", f"| {lam} | 0.", text, lam, A)
+    teacher, policy, two = f64([[0.75, 0.25]]).log(), f64([0, 0]).requires_grad_(), torch.ones(1, 2)
+    A = variants.distillation_advantages(teacher, policy.log_softmax(0).unsqueeze(0), two)
+    pull = gradient(-(policy.softmax(0).detach() * A * policy.log_softmax(0)), policy)
+    on_page("10", "A is ln(", "0.4055 -0.6931 -0.2747 0.2747", A, pull)
+
     on_page("10", "The five grades", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
     for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
                                 ([[1, 1], [1, 0]], [[1, 3], [1, 3]], "1.1547")):
@@ -558,6 +566,8 @@ def test_the_readmes_story_is_in_the_pictures_data():
     group = json.loads((figures.PICTURES / "group.json").read_text(encoding="utf-8"))
     assert group["prompt"] == "79+21=" and "asked for 79+21, it answers 90" in readme
     before, *_, after = [carry for carry, _ in group["whole_run"]["probabilities"]]
+    tokens, A = sum(len(answer["tokens"]) for answer in group["answers"]), max(group["advantages"])
+    assert f"have {tokens} tokens" in readme and f"by 4 · {A:.3f}/{tokens} = {4 * A / tokens:.4f}" in readme
     assert f"rises from {before:.1%} to {after:.1%}." in readme and f"a {before:.0%} chance to carry" in readme
     reward = run["rewards/accuracy_reward/mean"] + run["rewards/think_format_reward/mean"]
     for step in 8, 80:
