@@ -412,7 +412,7 @@ def test_the_numbers_of_page_10():
 
     for lam, text in ((0, "0 0.1 0.2 0.1"), (0.5, "0.5 0.225 0.25 0.1"), (1, "1 0.4 0.3 0.1")):
         A, _ = variants.gae_advantages(f64([[0, 0, 1]]), f64([[0.6, 0.7, 0.9]]), torch.ones(1, 3), lam=lam)
-        on_page("10", f"| {lam} | 0.", text, lam, A)
+        on_page("10", f"| {lam} | {text.split()[1]},", text, lam, A)
     teacher, policy, two = f64([[0.75, 0.25]]).log(), f64([0, 0]).requires_grad_(), torch.ones(1, 2)
     A = variants.distillation_advantages(teacher, policy.log_softmax(0).unsqueeze(0), two)
     pull = gradient(-(policy.softmax(0).detach() * A * policy.log_softmax(0)), policy)
