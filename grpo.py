@@ -1128,9 +1128,10 @@ def save_checkpoint(policy, tokenizer, state, arguments, folder):
 def make_folder(name, number=1):
     """Make the folder NAME, or NAME-2, NAME-3, ...: a run writes only into one that it has made."""
     folder = Path(name if number == 1 else f"{name}-{number}")
-    if folder.exists():
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
         return make_folder(name, number + 1)
-    folder.mkdir(parents=True)
     return folder
 
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -165,8 +166,8 @@ def test_a_killed_run_goes_on_and_its_rewards_may_use_processes_and_move_to_anot
 
 
 def test_no_run_touches_what_it_has_not_made(data):
-    """A run writes into NAME, or NAME-2, NAME-3, ..., the first that is not there, be it a file or an empty folder.
-    go_on asks the same of a run that is resumed."""
+    """A run writes into NAME, or NAME-2, NAME-3, ..., the first that is not there, be it a file or an empty folder;
+    so do many that begin at once. go_on asks the same of a run that is resumed."""
     (data / "out").write_text("mine")
     (data / "out-2").mkdir()
     before = tree(data)
@@ -174,6 +175,9 @@ def test_no_run_touches_what_it_has_not_made(data):
     after = tree(data)
     assert before.items() <= after.items()
     assert all(path.is_relative_to(data / "out-3") for path in after.keys() - before.keys())
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(grpo.make_folder, [data / "many/out"] * 80))
+    assert folders == set(data.joinpath("many").iterdir()) and len(folders) == 80
 
 
 def test_all_that_a_run_is_named_by_comes_back_in_any_folder(data, monkeypatch):
