@@ -6,8 +6,8 @@ The policy's only reward is the score of r_φ, which learns from pairs of answer
 true accuracy) prefers one. r_φ is a language model that begins as the policy. Its score is the log-probability of the
 answer: DPO's reward (arXiv:2305.18290) without its reference.
 
-The last line is "true accuracy: A -> B" on held-out problems: with the seeds 0, 1, 2 to 0.98, 1.00, 0.99. It takes a
-minute on one core. The flags are grpo.py's; an outer iteration has --ref_model_sync_steps steps.
+The last line is "true accuracy: A -> B" on held-out problems: with --seed 0 0.41 -> 1.00. It takes a minute or two on
+one core. The flags are grpo.py's; an outer iteration has --ref_model_sync_steps steps.
 """
 
 import copy
