@@ -23,7 +23,6 @@ from PIL import Image
 
 import grpo
 from worked_examples import variants
-from worked_examples import variants
 from worked_examples.scripts import look_at_a_group, process_supervision
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
