@@ -197,6 +197,12 @@ def test_the_numbers_of_page_03():
         ratio = (logits.log_softmax(0)[:1] - math.log(0.01)).exp()
         of_logit = gradient(grpo.clipped_surrogate_loss(ratio, f64([1]), epsilon_high=math.inf), logits)[0]
         on_page("03", "does not know when to stop", text, of_logit)
+    for A, text in ((1, "0.5 0.8 -0.5 -1 1.1 1.1 -1.1 -1 1.5 1.2 -1.2 0"),
+                    (-1, "-0.5 -0.8 0.8 0 -1.1 -1.1 1.1 1 -1.5 -1.2 1.5 1")):
+        rho = f64([0.5, 1.1, 1.5]).requires_grad_()
+        loss = grpo.clipped_surrogate_loss(rho, torch.full_like(rho, A))
+        cells = torch.stack([rho * A, rho.clamp(0.8, 1.2) * A, loss, gradient(loss, rho)], 1)
+        on_page("03", f"| A = {A:+} | -min", text, cells)
     right = f64([0.5, -0.5]).softmax(0)[0]                              # a learning rate of 1 times page 2's gradient
     on_page("03", "One update can jump", "0.7311 1.462", right, right / 0.5)
     for epsilon_high, text in ((0.2, "0.012"), (0.28, "0.0128")):
