@@ -185,7 +185,7 @@ def test_the_numbers_of_page_02():
     for loss_type, want in (("grpo", 0), ("dapo", 1 / 3)):
         loss, _ = grpo.grpo_loss(torch.zeros(2, 4), f64([1, -1]), two_and_four, loss_type=loss_type)
         assert loss.item() == approx(want)
-    on_page("02", "| 2 and 4 |", "0 0.3333", 0, loss)
+    on_page("02", "Above 0. Let", "0.3333", loss)
     k3 = grpo.kl_estimate(f64([0.3]), f64([0]))
     on_page("02", "**A KL term.**", "1.35 0.0408 0.0408 0.0016", math.exp(0.3), k3, k3, 0.04 * k3)
 
