@@ -34,9 +34,10 @@ function ask(action) {                                      // one question at a
 }
 
 learner.onmessage = ({data}) => {
+  if (!now && !calm) tell_the_story();
   if (data.action === "start") history = changes = [];
-  if (data.action === "sample") history.pop();              // new answers, the same weights
-  now = {...data, prompt, shown: 0};
+  const same_weights = data.action === "sample" && history.pop();
+  now = {...data, prompt, shown: 0, held: same_weights?.held};
   history = [...history, now];
   const action = next ?? (running ? "step" : null);
   busy = false;
@@ -102,12 +103,12 @@ function draw_group(fresh) {
   $("loud").hidden = std(shown) > 0 || options.scale_rewards === "no mean";
   $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. " + (loud.length ?
     `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So are the others: no weight moves.");
-  const list = (fork, text) => `<code>${fork[0].place.beginning}</code> ` + fork.map(token =>
-    `<span><code class="${color(token.net)}">${token.word}</code> ${text(token)}</span>`).join(", ");
+  const list = (fork, text, push) => `<code>${fork[0].place.beginning}</code> ` + fork.map(token =>
+    `<span><code class="${color(push(token))}">${token.word}</code> ${text(token)}</span>`).join(", ");
   const past = moved && find_pushes(moved, options).fork;
-  $("forks").innerHTML = past ? `The last step: after ${list(past, ({π, after}) =>
-    `π = ${fixed(π, 3)} → ${fixed(after, 3)}`)}.` :
-    fork ? `They part after ${list(fork, ({π}) => `π = ${fixed(π, 3)}`)}.` : "All answers are alike.";
+  const before = ({π}) => `π = ${fixed(π, 3)}`, change = ({π, after}) => `π = ${fixed(π, 3)} → ${fixed(after, 3)}`;
+  $("forks").innerHTML = past ? `The last step: after ${list(past, change, ({π, after}) => after - π)}.` :
+    fork ? `They part after ${list(fork, before, ({net}) => net)}.` : "All answers are alike.";
 }
 
 function row_html({prompt, text, reward, advantage}, i, cells) {
@@ -125,7 +126,7 @@ function row_html({prompt, text, reward, advantage}, i, cells) {
 
 const lines = {
   c1: ["held-out sums with a carry", state => state.held?.carry],
-  c2: ["held-out sums without", state => state.held?.plain],
+  c2: ["held-out sums without a carry", state => state.held?.plain],
   c3: ["π of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
   c4: ["mean reward", state => state.reward]};
 
@@ -152,10 +153,12 @@ function draw_rest() {
     <td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
   $("run").textContent = running ? "❚❚ Pause" : "▶ Run";
   $("bar").className = busy ? "busy" : "";
+  $("step").textContent = busy ? "Step …" : "Step";
   const accuracy = evaluated.length ? fixed(evaluated.at(-1).held.all) : "…";
-  const silent = `${now.silent} of ${now.rows.length / now.num_generations} groups silent`;
-  $("said").innerHTML = `step <b>${now.step}</b> · held-out accuracy <b>${accuracy}</b> <small>· ${silent}` +
-    (now.metrics ? ` · ${fixed(100 * now.metrics.clipped, 1)} % clipped` : "") + "</small>";
+  const {epsilon, scale_rewards} = config(), said = [`step <b>${now.step}</b> · held-out accuracy <b>${accuracy}</b>`];
+  if (scale_rewards !== "no mean") said.push(`${now.silent} of ${now.rows.length / now.num_generations} groups silent`);
+  if (now.metrics && epsilon < Infinity) said.push(`${fixed(100 * now.metrics.clipped, 1)} % clipped`);
+  $("said").innerHTML = said.join(" · ");
 }
 
 function changed(text, action) {                            // the chart notes it
@@ -172,8 +175,15 @@ function view(name) {
 }
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-const story = calm ? [] : [["added", 4000], ["net", 8000]].map(([name, time]) => setTimeout(view, time, name));
+let story = [];
 view(calm ? "net" : "own");
+
+function tell_the_story() {                                 // the three views, one after the other
+  story.forEach(clearTimeout);
+  story = ["own", "added", "net"].map((name, k) => setTimeout(view, 5000 * k, name));
+}
+
+$("story").onclick = tell_the_story;
 $("views").onchange = ({target}) => {
   story.forEach(clearTimeout);
   view(target.value);
@@ -195,21 +205,26 @@ $("loud").onclick = ({target: {dataset: {first}}}) => {
   draw_group();
 };
 $("sum").onchange = ({target}) => {
-  target.setCustomValidity(held.includes(target.value + "=") ? "This sum is held out: choose another." : "");
-  if (!target.value || !target.reportValidity()) return;
+  target.setCustomValidity(held.includes(target.value + "=") ? "This sum is held out: choose another." :
+    /^[1-9]{2}\+[1-9]{2}$/.test(target.value) ? "" : "Two numbers of two digits, without 0: 15+87.");
+  if (!target.reportValidity()) return;
   prompt = target.value + "=";
   ask("sample");
 };
+$("sum").onblur = ({target}) => { target.value = prompt.slice(0, -1); };
 form.onsubmit = event => event.preventDefault();
 form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) =>
   changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name) && "sample");
 $("first_rules").onclick = () => {
   form.reset();
-  changed("the first rules", "sample");
+  const {num_generations, generation_batch_size} = config();
+  const fits = now.num_generations === num_generations && now.rows.length === generation_batch_size;
+  changed("the first rules", fits ? null : "sample");
 };
-$("try").onclick = ({target: {dataset: {rules}}}) => {
+$("try").onclick = ({target: {dataset: {rules}, parentNode}}) => {
   if (rules === undefined) return;
   form.reset();
+  $("trying").textContent = parentNode.nextElementSibling.textContent;
   for (const [name, value] of new URLSearchParams(rules)) form.elements[name].value = value;
   go("start", false);
   scrollTo(0, 0);
