@@ -224,6 +224,8 @@ $("first_rules").onclick = () => {
 $("try").onclick = ({target: {dataset: {rules}, parentNode}}) => {
   if (rules === undefined) return;
   form.reset();
+  prompt = "15+87=";
+  $("sum").value = prompt.slice(0, -1);
   $("trying").textContent = parentNode.nextElementSibling.textContent;
   for (const [name, value] of new URLSearchParams(rules)) form.elements[name].value = value;
   go("start", false);
