@@ -474,7 +474,8 @@ def accuracy_reward(completions, solution, **kwargs):
     """
     answers = [final_answer(text_of(completion)) for completion in completions]
     wanted = [solution_text(text) for text in solution]
-    return [float(a == w) if w else None for a, w in zip(answers, wanted, strict=True)]
+    return [float(answer == text) if text else None
+            for answer, text in zip(answers, wanted, strict=True)]
 
 
 def think_format_reward(completions, **kwargs):
@@ -1016,6 +1017,8 @@ def load_model(name, seed=0):
         tokenizer = tiny_tokenizer()
         return tiny_model(tokenizer, seed), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    assert not Path(name, "adapter_config.json").exists(), (
+        f"model: {name} is an adapter; allowed is a whole model (peft's merge_and_unload)")
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model, report = AutoModelForCausalLM.from_pretrained(
         name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True)
