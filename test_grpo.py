@@ -100,12 +100,12 @@ any_ratio = grid(0.125, 3, 0.125)
 any_logit = grid(-4, 4, 0.5)
 any_number = grid(-3, 3, 0.125)
 any_float32 = st.floats(-1e8, 1e8, width=32)
-any_reward_or_none = any_reward | st.just(nan)                          # NaN: no function has scored it
 any_group = st.lists(any_reward, min_size=2, max_size=5)                # the rewards of one prompt's answers
 any_unequal_group = any_group.filter(lambda rewards: len(set(rewards)) > 1)
 any_groups = st.integers(2, 4).flatmap(                                 # 1 to 3 groups of the same size
     lambda G: st.lists(st.lists(any_reward, min_size=G, max_size=G), min_size=1, max_size=3))
-any_groups_with_gaps = st.lists(st.tuples(*[any_reward_or_none] * 4), min_size=1, max_size=3)
+any_groups_with_gaps = st.lists(                                        # NaN: no function has scored it
+    st.tuples(*[any_reward | st.just(nan)] * 4), min_size=1, max_size=3)
 any_logits = st.lists(any_logit, min_size=2, max_size=4)                # of a small vocabulary
 any_distribution = st.lists(st.integers(1, 6), min_size=3, max_size=3).map(             # of three words
     lambda weights: [weight / sum(weights) for weight in weights])
@@ -144,17 +144,6 @@ def slope(function, x):
 def test_combine_rewards_matches_the_worked_numbers(rewards, weights, want):
     """r_i = Σ_f w_f·r_{i,f}, w_f = 1 unless given, without the functions that abstained; NaN where all did"""
     expect(grpo.combine_rewards(rewards, *weights), want)
-
-
-@beyond("missing")
-@given(st.lists(st.tuples(any_reward_or_none, any_reward_or_none), min_size=1, max_size=4), any_number, any_number)
-def test_combine_rewards_matches_the_oracle_where_functions_abstain(rows, v, w):
-    """r_i = Σ_f w_f·r_{i,f} over the functions that did not abstain (NaN), and NaN, no 0, where all did"""
-    want = []
-    for row in rows:
-        terms = [weight * r for weight, r in zip((v, w), row) if not math.isnan(r)]
-        want.append(sum(terms) if terms else nan)
-    expect(grpo.combine_rewards(f64(rows), f64([v, w])), want)
 
 
 # §2 Group statistics and advantages -------------------------------------------------------------------------
@@ -255,13 +244,6 @@ def test_group_advantages_do_not_see_a_shift_of_the_rewards(options, groups, c):
     expect(advantages_of(f64(groups) + c, **options), advantages_of(groups, **options))
 
 
-@given(any_unequal_group, any_reward.filter(bool))
-def test_group_advantages_do_not_see_the_scale_of_the_rewards(rewards, c):
-    """A(c·r) = sign(c)·A(r) at eps = 0: rewards in cents teach as much as in euros"""
-    A = advantages_of([rewards], eps=0.0)
-    expect(advantages_of(c * f64([rewards]), eps=0.0), A if c > 0 else -A)
-
-
 @with_options({}, dict(scale_rewards="none"))
 @given(any_groups)
 def test_group_advantages_of_a_group_do_not_see_the_other_groups(options, groups):
@@ -283,17 +265,6 @@ def test_group_advantages_have_squares_that_sum_to_n_minus_1(rewards):
 def test_group_advantages_of_equal_rewards_are_exactly_zero_in_float32(options, G, r):
     """r_1 = ... = r_G => A = 0 to the last bit, and no 0/0 at eps = 0"""
     expect(grpo.group_advantages(torch.full((G,), r), G, **options), [0.0] * G, 0)
-
-
-@beyond("missing")
-@with_options(dict(eps=0.0), dict(scale_rewards="batch", eps=0.0), dict(scale_rewards="none"), {})
-@given(any_float32, st.integers(1, 4), st.integers(1, 4))
-def test_group_advantages_of_one_reward_or_of_none_are_exactly_zero_in_float32(options, r, P, gaps):
-    """In a group of one reward, of equal ones or of none, beside NaN: A = 0 to the last bit, and no 0/0"""
-    for present in ([r], [r] * 3, []):
-        group = present + [nan] * (gaps + 1)
-        A = grpo.group_advantages(torch.tensor(group * P), len(group), **options)
-        expect(A, [0.0] * len(group) * P, 0)
 
 
 @beyond("missing")
@@ -390,7 +361,6 @@ def test_entropy_from_logits_of_a_word_that_is_ruled_out_counts_0(logits):
     expect(entropy_of([*logits, -inf]), entropy_of(logits))
     expect(slope(entropy_of, f64([*logits, -inf])), f64([*slope(entropy_of, f64(logits)), 0.0]))
     expect(log_softmax_of([*logits, -inf]), [*oracle_log_softmax(logits), -inf])
-
 
 
 @functools.cache
@@ -943,14 +913,6 @@ def test_grpo_loss_weights_tokens_as_worked(policy_loss, want):
     expect(-4 * slopes_of(rows, policy_loss=policy_loss), want, 5e-5)
 
 
-@with_options({}, dict(policy_loss="cispo"), SAPO)
-@given(any_rated_answers, grid(0, 4, 0.5))
-def test_grpo_loss_takes_a_weight_as_a_factor_of_the_advantages(options, rows, w):
-    """loss(w·A) = w·loss(A) for w >= 0, β = 0: so an entropy mask, a sampler's correction multiply A"""
-    weighted = [[(p, old, ref, w * A) for p, old, ref, A in row] for row in rows]
-    expect(loss_of(weighted, **options)[0], w * loss_of(rows, **options)[0])
-
-
 @every_option
 @given(any_rated_answers)
 def test_grpo_loss_matches_the_oracle(options, rows):
@@ -1024,20 +986,6 @@ def test_grpo_loss_of_a_ratio_that_leaves_float32_has_no_gradient(x, A):
 
     expect(loss(x * one), -A * (1.2 if A > 0 else math.exp(20)), 1e-6)
     expect(slope(loss, x * one), [[0.0]])
-
-
-@beyond("dtypes")
-@more_draws
-@given(any_rated_answers, any_options)
-def test_grpo_loss_in_float32_is_that_in_float64_up_to_rounding(rows, options):
-    """loss and ∂loss/∂log π of float32 log-probs, whatever is combined"""
-    logps, old, ref, A, mask = [x.float() for x in columns(rows, width=4)]
-
-    def loss(logps):
-        return grpo.grpo_loss(logps, A[:, 0], mask, old_logps=old, ref_logps=ref, **options)[0]
-
-    expect(loss(logps), loss_of(rows, **options)[0], 1e-5)
-    expect(slope(loss, logps)[mask == 1], slopes_of(rows, **options), 1e-5)
 
 
 @beyond("metrics")
@@ -1134,17 +1082,6 @@ def test_process_advantages_match_the_oracle(options, solutions):
     expect(process_advantages_of(solutions, **options), oracle_process(solutions, **options))
 
 
-@beyond("missing")
-@with_options({}, dict(correction=0, eps=0.0))
-@given(st.integers(1, 4).flatmap(lambda S: st.tuples(*[st.tuples(*[any_reward_or_none] * S)] * 4)))
-def test_process_advantages_are_the_group_advantages_of_all_steps_of_a_group(options, grades):
-    """A_t - A_{t+1} = z of the step that ends at t, z = group_advantages(the steps of a group); NaN: z = 0"""
-    steps, S = f64(grades), len(grades[0])
-    A = grpo.process_advantages(steps, torch.arange(S).expand(4, S), torch.ones(4, S + 1), 2, **options)
-    z = grpo.group_advantages(steps.flatten(), 2 * S, **options)
-    expect(A[:, :-1] - A[:, 1:], z.view(4, S))
-
-
 def none_as_nan(rewards):
     """A reward of None as NaN."""
     return f64([nan if reward is None else reward for reward in rewards])
@@ -1158,17 +1095,15 @@ def beyond_text(*row):
     ("<think>7+5=12,4+8+1=13</think>132", "132", 1), ("<think>7+5=12,4+8+0=12</think>122", "132", 0), # page 7
     ("132", "132", 1), ("132.0", "132", 0), ("<think>132", "132", 0), ("<think>132</think>131", "132", 0),
     (r"\boxed{132}", "132", 1), (r"<think>\boxed{131}</think>It is \boxed{132}.", "132", 1), ("", "132", 0),
-    (r"\boxed{132} or \boxed{131}", "132", 0), (r"\boxed{131} or \boxed{132}", "132", 1),
+    (r"\boxed{131} or \boxed{132}", "132", 1), (r"\boxed{1}. No: \boxed{\frac{\sqrt{2}}{2}}", "1", 0),
     (r"\boxed{}", "132", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0),
-    (r"\boxed{1}. No: \boxed{\frac{\sqrt{2}}{2}}", "1", 0), (r"\boxed{1} or \boxed{\sqrt{2}}", r"\sqrt{2}", 1),
     beyond_text("B\n", " B", 1), beyond_text("5", 5, 1), beyond_text("1,0", "10", 0),
-    beyond_text("b", "B", 0), beyond_text(r"\boxed{ Oslo }", "Oslo", 1),
-    beyond_text(r"\boxed{{a}{b}} \boxed{3", "{a}{b}", 0), beyond_text(r"\boxed{1} 2", "2", 0),
-    beyond_text(r"\boxed{1} \boxed{2", "1", 0), beyond_text(r"\boxed{2", "2", 0), beyond_text("{2}", "{2}", 1),
+    beyond_text("b", "B", 0), beyond_text(r"\boxed{ Oslo }", "Oslo", 1), beyond_text(r"\boxed{1} 2", "2", 0),
+    beyond_text(r"\boxed{1} \boxed{2", "1", 0), beyond_text("{2}", "{2}", 1),
     beyond_text("None", None, nan), beyond_text("", " ", nan), beyond_text("nan", nan, nan),
     beyond_text("72", 72.0, 1), beyond_text("-0.5", -0.5, 1), beyond_text("0.00005", 5e-05, 1),
-    beyond_text("1" + "0" * 16, 1e16, 1), beyond_text("1e+16", 1e16, 0), beyond_text("72", r"\boxed{72}", 1), beyond_text("7", "<think>6</think>7", 1),
-    beyond_text("<think>1</think>131</think>132", "132", 1)], ids=str)
+    beyond_text("1" + "0" * 16, 1e16, 1), beyond_text("1e+16", 1e16, 0), beyond_text("72", r"\boxed{72}", 1),
+    beyond_text("7", "<think>6</think>7", 1), beyond_text("<think>1</think>131</think>132", "132", 1)], ids=str)
 def test_accuracy_reward_matches_the_worked_answers(answer, solution, want):
     r"""r = 1 if the text after the last </think> (its last \boxed{}) is the solution; no solution: None"""
     expect(none_as_nan(grpo.accuracy_reward([answer], [solution])), [want])
@@ -1217,7 +1152,7 @@ def test_think_format_reward_matches_the_worked_answers(answer, want):
 def test_a_reward_of_a_chat_is_that_of_its_last_message(name):
     """r([..., {"content": text}]) = r(text), and columns that a reward does not know are no error"""
     texts = ["a", "<think>b</think>a", "<think>a", "", "<think></think>" + " " * 10**5]         # however long
-    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in texts]
+    chats = [[{"role": "user", "content": "a"}] * 2 + [{"role": "assistant", "content": text}] for text in texts]
     reward, others = getattr(grpo, name), dict(solution=["a"] * len(texts), prompts=texts)
     of_texts = none_as_nan(reward(completions=texts, **others))
     expect(none_as_nan(reward(completions=chats, **others)), of_texts)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import matplotlib
 import pytest
 import torch
-from conftest import EXAMPLES, by_row, command
+from conftest import by_row, command
 
 import grpo
 from worked_examples.scripts import figures, look_at_a_group
@@ -79,10 +79,6 @@ def test_it_takes_the_flags_of_grpo_and_prints_or_writes(data, capsys):
     assert all(before != after for before, after in itertools.pairwise(held["updates"]))
 
 
-def words_in(figure):
-    return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
-
-
 def test_the_heat_map_has_page_01s_averages():
     """By hand: answer 1's token losses add up to -6.326841, answer 2's to 4.937715"""
     one, two = -6.326841, 4.937715
@@ -91,7 +87,7 @@ def test_the_heat_map_has_page_01s_averages():
               "dr_grpo: −0.0772": (one + two) / (3 * 6)}
     for text, number in wanted.items():
         assert figures.signed(number, 4) == text.split(": ")[-1]
-    assert wanted.keys() <= {*words_in(figures.three_averages())}
+    assert wanted.keys() <= {text.get_text() for text in figures.three_averages().findobj(matplotlib.text.Text)}
 
 
 def test_the_sawtooth_returns_to_0_and_its_lows_rise_while_the_policy_gets_better():
@@ -108,7 +104,6 @@ def test_under_grpo_wrong_answers_grow_by_page_04s_odds():
     for sign, lengths in zip((-1, 1), figures.mean_lengths("grpo").T):
         assert lengths == pytest.approx([2 + 6 / (1 + math.exp(-sign * 0.75 * k)) for k in range(5)])
     assert figures.mean_lengths("dapo") == pytest.approx(5)
-    assert {"6.08", "6.91", "7.43", "7.72", "3.92", "3.09", "2.57", "2.28"} < {*words_in(figures.growing_answers())}
 
 
 def test_a_square_has_the_area_of_its_weight():
@@ -127,36 +122,20 @@ def test_the_fork_has_the_net_push_of_all_tokens():
     assert all(answer["tokens"][:len(shared)] == shared for answer in data["answers"])
 
 
-def test_the_dots_of_seed_42_are_above_the_curve_of_equally_hard_questions():
-    """The first dot, of almost no right answers, is on it"""
-    reward, silent = figures.silent_groups().axes[0].lines[3].get_data()
-    above = silent - reward**8 - (1 - reward)**8
-    assert len(above) == 20 and above[0] == pytest.approx(0, abs=0.005) and (above[1:] > 0.2).all()
-
-
-def test_what_pages_03_07_and_10_say_of_their_runs():
-    """The clip, the hacked reward, the methods: csv files of runs, which no test repeats"""
-    right = figures.csv("clip_runs.csv")["rewards/accuracy_reward/mean"].reshape(3, 2, 80)
-    assert (right[:, 0, -10:].mean(1) > 0.94).all() and (right[:, 1, -10:].mean(1) < 0.03).all()
+def test_what_page_07_says_of_sorted_letters():
+    """Each run earns the reward that it is trained on; in_order is hacked: no letter in place, one token"""
     toy = figures.csv("toy_run.csv")
     place, order = (toy[toy["run"] == run] for run in ("in_place", "in_order"))
     assert (place["reward"] == place["in_place"]).all() and place["reward"][-10:].mean() == pytest.approx(0.96, abs=5e-3)
     assert order["reward"][19:].min() > 0.98 and order["in_place"][-10:].mean() < 0.005 and order["length"][-1] < 1.1
-    lines = figures.csv("ten_methods.csv")
-    assert lines["method"].tolist() == [name for name in figures.METHODS for _ in range(5)]
-    held_out, first = lines["held_out"].reshape(11, 5), lines["first_steps"].reshape(11, 5)
-    assert (held_out.argmin(1) == 3).all()                              # more than the methods the seeds differ: seed 3
-    assert 0.9875 < held_out.mean(1).min() and held_out.mean(1).max() < 0.9985
-    assert (first.argmin(0) == [*figures.METHODS].index("REINFORCE")).all()
 
 
 def test_each_picture_can_be_drawn_and_is_committed_and_the_group_has_a_runs_pushes():
     """No picture more, none less; group.json has the probabilities of a whole run"""
     for draw in figures.DRAWINGS.values():
         assert draw().axes
-    drawn = [f"{name}.png" for name in figures.DRAWINGS]
-    pictures = sorted(path.name for path in (EXAMPLES / "pictures").glob("*.png"))
-    assert sorted(drawn) == pictures
-    data = json.loads((EXAMPLES / "pictures/group.json").read_text(encoding="utf-8"))
+    assert {path.stem for path in figures.PICTURES.glob("*.png")} == figures.DRAWINGS.keys()
+    assert list(dict.fromkeys(figures.csv("ten_methods.csv")["method"])) == list(figures.METHODS)
+    data, _ = figures.group()
     assert data["methods"]["dapo"]["options"].items() <= data["run"].items()            # row and updates agree
     assert [*data["methods"], *data["whole_run"]] == [*look_at_a_group.METHODS, "words", "probabilities"]

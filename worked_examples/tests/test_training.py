@@ -290,8 +290,8 @@ def test_train_is_algorithm_1_with_any_options(options, size, seed):
 
 
 @pytest.mark.parametrize("leave", [
-    lambda policy: policy.train(), lambda policy: policy(torch.tensor([[5, 6]])).logits.sum().backward(),
-    lambda policy: torch.set_default_dtype(torch.bfloat16)], ids=["dropout", "a gradient", "another dtype"])
+    lambda policy: policy.train(), lambda policy: policy(torch.tensor([[5, 6]])).logits.sum().backward()],
+    ids=["dropout", "a gradient"])
 def test_nothing_that_a_reward_function_leaves_reaches_the_run(leave):
     """Metrics and weights have the bits of a run whose reward function leaves nothing."""
     def run(leave):
@@ -301,11 +301,8 @@ def test_nothing_that_a_reward_function_leaves_reaches_the_run(leave):
             leave(policy)
             return by_row(completions)
 
-        try:
-            steps = [metrics for *_, metrics in steps_of(policy, [by_hand], max_steps=2, num_iterations=2)]
-        finally:
-            torch.set_default_dtype(torch.float32)
-        return [metrics | dict(step_time=0, reward_time=0) for metrics in steps], policy.state_dict()
+        steps = steps_of(policy, [by_hand], max_steps=2, num_iterations=2)
+        return [metrics | dict(step_time=0, reward_time=0) for *_, metrics in steps], policy.state_dict()
 
     (steps, weights), (want, weights_wanted) = run(leave), run(lambda policy: None)
     assert steps == want
@@ -313,18 +310,16 @@ def test_nothing_that_a_reward_function_leaves_reaches_the_run(leave):
 
 
 def test_a_debugger_sees_each_tensor_of_the_equations_in_the_frame_of_train():
-    """It is reached from importance_ratio by `up`, twice. What is there of the part has the shape (part, T)."""
+    """It is reached from importance_ratio by `up`, twice. A, m, old, ref are the rows of the part, logps the policy's."""
     steps = steps_of(make_model("Llama"), num_iterations=2, beta=0.1, per_device_train_batch_size=3)
     with mock.patch.object(grpo, "importance_ratio", side_effect=EOFError), pytest.raises(EOFError) as stopped:
         next(steps)                                                     # as if here were a breakpoint
     above = [entry for entry in stopped.traceback if entry.path == Path(grpo.__file__)]
     assert [entry.name for entry in above] == ["train", "grpo_loss"]
     seen = above[0].locals
-    T = seen["mask"].size(1)
     for name, whole in ("A", "advantages"), ("m", "mask"), ("old", "old_logps"), ("ref", "ref_logps"):
-        assert seen[whole].shape == (8, T) and seen[name].shape == (3, T)
-        assert torch.equal(seen[name], seen[whole][seen["part"]])
-    assert seen["logps"].shape == (3, T) and seen["logps"].requires_grad
+        same(seen[name], seen[whole][seen["part"]])
+    assert seen["logps"].shape == seen["old"].shape and seen["logps"].requires_grad
     assert seen["rewards"].tolist() == by_row(range(8))
 
 
@@ -438,15 +433,10 @@ def test_rewards_are_in_float64_to_the_last_bit_what_a_function_returned(numbers
 
 @pytest.mark.parametrize("returned", [
     0.5, [], [1.0] * 7, [1.0] * 9, [[1.0]] * 8, [inf] + [0.0] * 7, ["right"] * 8, "01234567", set(range(8)),
-    dict.fromkeys(range(8), 0.5), map(float, range(8))], ids=str)
-def test_what_is_no_list_of_a_number_for_each_row_is_refused(returned):
-    """Too few, too many, nested, infinite, words, what has no order, a dict (its keys are no rewards), a generator."""
-    with pytest.raises((AssertionError, TypeError, ValueError)):
+    dict.fromkeys(range(8), 0.5), map(float, range(8)), [nan] + [0.5] * 7, numpy.full(8, nan), torch.full((8,), nan)],
+    ids=str)
+def test_what_is_no_list_of_a_number_for_each_row_is_an_error_that_names_the_function(returned):
+    """Too few, too many, nested, infinite, words, what has no order, a dict (its keys are no rewards), a generator; NaN,
+    a mean of no numbers or 0/0, is a mistake, too: only None abstains."""
+    with pytest.raises((AssertionError, TypeError), match="a_judge|must be real number"):
         rewards_of(returned, 8)
-
-
-@pytest.mark.parametrize("returned", [[0.5, nan], numpy.array([nan, 1]), torch.tensor([nan, 1])], ids=str)
-def test_a_nan_that_a_function_returns_is_an_error_that_names_it(returned):
-    """Only None abstains: NaN is a mistake, a mean of no numbers or 0/0."""
-    with pytest.raises(AssertionError, match="a_judge"):
-        rewards_of(returned, 2)
