@@ -255,36 +255,38 @@ def test_the_numbers_of_page_04():
 
 
 def test_the_numbers_of_page_05():
-    """Page 2's right word, if π_old stays; what a token weighs in the wrong sum of parts; an answer without a token"""
+    """Page 2's right word, if π_old stays; what a token weighs in the wrong sum of parts"""
     theta, right = f64([0, 0]).requires_grad_(), []
     for _ in range(20):
         logps = theta.log_softmax(0).unsqueeze(1)
         loss, _ = grpo.grpo_loss(logps, f64([1, -1]), torch.ones(2, 1), old_logps=f64([[0.5], [0.5]]).log())
         theta = (theta - 0.2 * gradient(loss, theta)).detach().requires_grad_()
         right.append(theta.softmax(0)[0].item())
-    on_page("05", "keeps moving away", "1.2869 0.6434", right[2] / 0.5, right[-1])
+    on_page("05", "measured from the start", "1.2869 0.6434", right[2] / 0.5, right[-1])
     assert len(set(right[2:])) == 1                                     # from the third update on it stays
-    weights = [1 / 2 / tokens for tokens in (4, 16)]
-    on_page("05", "No: (34/4 + 312/16)/2", "0.125 0.03125 0.05", *weights, 1 / 20)
-    mask = torch.arange(8) < torch.tensor([[2], [0], [8]])
-    losses = [grpo.aggregate(torch.ones(3, 8), mask, loss_type=loss_type, max_completion_length=10)
-              for loss_type in ("grpo", "dapo", "dr_grpo")]
-    on_page("05", "under grpo, 10/10", "0.6667 1 0.3333", *losses)
+    on_page("05", "No: (34/4 + 312/16)/2", "0.125 0.03125 0.05", 1 / 2 / 4, 1 / 2 / 16, 1 / 20)
+    losses, mask = torch.arange(32.0).view(4, 8), torch.arange(8) < torch.tensor([[2], [8], [2], [8]])
+    for loss_type, text in (("grpo", "4.25 9.75 14"), ("dapo", "1.7 15.6 17.3"), ("dr_grpo", "0.85 7.8 8.65")):
+        parts = [grpo.aggregate(losses[rows], mask[rows], loss_type=loss_type, max_completion_length=10,
+                                num_rows_in_batch=4, num_items_in_batch=20) for rows in ([0, 2], [1, 3], [0, 1, 2, 3])]
+        on_page("05", f"| {loss_type} | ", text, *parts)
 
 
 def test_the_numbers_of_page_06():
     """Groups with 1 and 4 right answers; silent groups, p^G + (1 - p)^G; a mean over easy and hard questions"""
     for right, text in ((1, "0.125 0.35355 0.35365 2.4742 -0.3535"), (4, "0.5 0.53452 0.53462 0.9352 -0.9352")):
         rewards = (torch.arange(8) < right).double()
-        mean, std = grpo.group_stats(rewards, 8)
-        A = grpo.group_advantages(rewards, 8)
+        (mean, std), A = grpo.group_stats(rewards, 8), grpo.group_advantages(rewards, 8)
         on_page("06", f"| {right} | ", text, mean, std, std + 1e-4, A[0], A[-1])
-    for p, text in ((0.5, "0.5 0.5 0.0078 0.00003"), (0.9, "0.9 0.82 0.4305 0.1853 0.0012"),
-                    (0.99, "0.99 0.9802 0.9227 0.8515 0.5256")):
-        on_page("06", f"| {p} | ", text, p, *[p**G + (1 - p) ** G for G in (2, 8, 16, 64)][: len(text.split()) - 1])
-    on_page("06", "the formula gives", "0.33", 0.87**8 + 0.13**8)
-    on_page("06", "the formula gives", "0.872 0.9227 0.0175 0.7417", (4 * 0.99 + 0.4) / 5, 0.99**8 + 0.01**8,
-            0.4**8 + 0.6**8, (4 * 0.9227 + 0.0175) / 5)
+
+    def silent(p, G=8):
+        return p**G + (1 - p) ** G
+
+    for p, text, Gs in ((0.5, "0.5 0.0078 0.00003", (2, 8, 16)), (0.9, "0.82 0.4305 0.1853 0.0012", (2, 8, 16, 64)),
+                        (0.99, "0.9802 0.9227 0.8515 0.5256", (2, 8, 16, 64))):
+        on_page("06", f"| {p} | ", f"{p} {text}", p, *[silent(p, G) for G in Gs])
+    on_page("06", "the formula gives", "0.33 0.872 0.9227 0.0175 0.7417", silent(0.87), (4 * 0.99 + 0.4) / 5,
+            silent(0.99), silent(0.4), (4 * 0.9227 + 0.0175) / 5)
 
 
 def test_the_numbers_of_page_07():
@@ -297,18 +299,14 @@ def test_the_numbers_of_page_07():
 
 
 def test_the_numbers_of_page_08():
-    """The denominator of a softmax, two temperatures, the weight of a sampler that disagrees"""
+    """The denominator of a softmax, two temperatures"""
     logits = f64([2, 1, 0])
-    too_likely = logits.log_softmax(0) - (logits / 0.5).log_softmax(0)
-    logps = logits.log_softmax(0)
-    on_page("08", "e² + e + 1", "11.1073 2.4076", logits.exp().sum(), logits.logsumexp(0))
-    on_page("08", "e² + e + 1", "-0.4076 -1.4076 -2.4076", logps)
+    logps, sampler = logits.log_softmax(0), (logits / 0.5).log_softmax(0)
+    on_page("08", "e² + e + 1", "11.1073 2.4076 -0.4076 -1.4076 -2.4076", logits.exp().sum(), logits.logsumexp(0), logps)
     on_page("08", "How open was", "0.6652 0.2447 0.0900 0.8324", logps.exp(), grpo.entropy_from_logits(logits))
-    on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429", (logits / 0.5).log_softmax(0))
-    on_page("08", "At temperature 0.5", "2.086 0.767", too_likely.exp()[1], too_likely.exp()[0])
-    on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[1])
-    on_page("08", "another program may sample", "1.1052 2", variants.truncated_importance_ratio(
-        f64([-1, -3]), f64([-1.1, -5])))
+    too_likely = (logps - sampler)[[1, 0]]
+    on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429 2.086 0.767", sampler, too_likely.exp())
+    on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[0])
 
 
 def test_the_numbers_of_page_09():
@@ -316,31 +314,31 @@ def test_the_numbers_of_page_09():
     pi, ref, lost = f64([0.5, 0.25, 0.25]), f64([0.25, 0.25, 0.5]), f64([0.6, 0.399, 0.001])
 
     def of_three(p, estimator):
-        k = grpo.kl_estimate(p.log(), ref.log(), estimator=estimator)
-        return k, p @ k, (p @ (k - p @ k).square()).sqrt()
+        """k, its mean and its standard deviation; the gradients on the third logit, on average and if it is drawn."""
+        logits = p.log().requires_grad_()
+        k = grpo.kl_estimate(logits.log_softmax(0), ref.log(), estimator=estimator)
+        mean = p @ k                                                    # p is a constant
+        return k, mean, (p @ (k - mean).square()).sqrt(), gradient(mean, logits)[2], gradient(k[2], logits)[2]
 
     for estimator, row, text in (("k1", "| k1 | 0.6931", "0.6931 0 -0.6931 0.1733 0.5747"),
                                  ("k2", "| k2 | ½", "0.2402 0 0.2402 0.1802 0.1040"),
                                  ("k3", "| k3 | ½", "0.1931 0 0.3069 0.1733 0.1103")):
-        on_page("09", row, text, *of_three(pi, estimator))
-    on_page("09", "do not count on it", "15.6 0.30", of_three(lost, "k3")[2], of_three(lost, "k1")[2])
-    on_page("09", "do not count on it", "500", ref[2] / lost[2])
-    of_lost = []
-    for estimator in "k2", "k3":
-        logits = lost.log().requires_grad_()
-        k = grpo.kl_estimate(logits.log_softmax(0), ref.log(), estimator=estimator)
-        of_lost.append(gradient(lost @ k, logits)[2])                   # the weights are constants
-    on_page("09", "calls the token back", "-498.5", gradient(k[2], logits)[2])
-    on_page("09", "calls the token back", "-0.007 -0.499", *of_lost)
+        on_page("09", row, text, *of_three(pi, estimator)[:3])
+    k1, k2, k3 = [of_three(lost, estimator) for estimator in ("k1", "k2", "k3")]
+    on_page("09", "do not count on it", "15.6 0.30 500", k3[2], k1[2], ref[2] / lost[2])
+    on_page("09", "calls the token back", "-0.007 -0.499 -498.5", k2[3], k3[3], k3[4])
+    loss, _ = grpo.grpo_loss(logps := pi.log().unsqueeze(0).requires_grad_(), f64([0]), torch.ones(1, 3), beta=1,
+                             ref_logps=ref.log().unsqueeze(0), use_bias_correction_kl=True)
+    assert gradient(loss, logps)[0].tolist() == approx(((pi / ref).log() / 3).tolist())     # of ρ·k3: k1·∇log π
 
     k1, mask, scores = f64([[0.1, -0.2, 0.3], [0, 0, 0]]), torch.ones(2, 3), f64([1, 1])
     in_reward = variants.kl_penalized_rewards(scores, k1, 0 * k1, mask, beta=0.1).sum(1)
-    on_page("09", "The rewards are 1 - 0.1", "0.98 1 0.99 0.01414", in_reward, in_reward.mean(), in_reward.std())
-    on_page("09", "The rewards are 1 - 0.1", "-0.7071", grpo.group_advantages(in_reward, 2, eps=0)[0])
+    on_page("09", "The rewards are 1 - 0.1", "0.98 1 0.99 0.01414 -0.7071", in_reward, in_reward.mean(), in_reward.std(),
+            grpo.group_advantages(in_reward, 2, eps=0)[0])
     k3 = grpo.kl_estimate(k1, 0 * k1)[0]
-    on_page("09", "in the loss instead", "0.0048 0.0214 0.0408 0.0224", k3, k3.mean())
+    assert k3.tolist() == approx([0.0048, 0.0214, 0.0408], abs=5e-5)
     loss, _ = grpo.grpo_loss(k1, 0 * scores, mask, ref_logps=0 * k1, beta=0.1, loss_type="grpo")
-    on_page("09", "in the loss instead", "0.00112", loss)
+    on_page("09", "in the loss instead", "0.0224 0.00112", k3.mean(), loss)
 
 
 # Page 10 ----------------------------------------------------------------------------------------------------
@@ -365,22 +363,28 @@ def test_the_numbers_of_page_10():
     """One batch: the push of each method on answer 1; GSPO's section and DAPO's; the grades of 47 + 85, more steps"""
     A, drift = grpo.group_advantages(R, 4, **BY_G), moved(0, 0.23, 0.4)
     on_page("10", "| ρ: how many times", "1 1.2586 1.4918", drift[0].exp())
-    grades = f64([[1, 1, 1], [1, 1, math.nan], [1, 1, 0], [0, math.nan, math.nan]])
-    by_step = grpo.process_advantages(grades, torch.arange(3).expand(4, 3), MASK, 4, **BY_G)
-    token_rewards = variants.kl_penalized_rewards(R, STILL, STILL, MASK, beta=0)
-    by_critic, _ = variants.gae_advantages(token_rewards, moved(0.6, 0.7, 0.9), MASK, lam=1)
-    of_others = variants.leave_one_out_advantages(R, 4)
-    centred = grpo.group_advantages(R, 4, **UNSCALED)
     clip, dapo, cispo = dict(loss_type="grpo"), dict(epsilon_high=0.28), dict(policy_loss="cispo")
     sequence, narrow = dict(importance_sampling_level="sequence"), dict(epsilon_low=3e-4, epsilon_high=4e-4)
     gspo, sapo = clip | sequence | narrow, clip | dict(policy_loss="sapo")
     per_answer, dr_grpo = [dict(loss_type="dr_grpo", max_completion_length=T_max) for T_max in (1, 3)]
-    on_page("10", "| process supervision | 1", "1.6036 1.0690 0.5345 0.1336", by_step[0],
-            pushes(by_step, drift, **clip).sum())
-    on_page("10", "| PPO | 0.4", "0.4 0.3 0.1 0.0333", by_critic[0], pushes(by_critic, drift, **clip).sum())
-    on_page("10", "| REINFORCE | 1, 1, 1", "0.75", pushes(R, STILL, **per_answer).sum())
-    on_page("10", "| RLOO | ⅔", "0.5", pushes(of_others, STILL, **per_answer).sum())
-    on_page("10", "| Dr. GRPO | 0.5", "0.5 0.0417", centred[0], pushes(centred, drift, **dr_grpo).sum())
+    grades = f64([[1, 1, 1], [1, 1, math.nan], [1, 1, 0], [0, math.nan, math.nan]])
+    by_step = grpo.process_advantages(grades, torch.arange(3).expand(4, 3), MASK, 4, **BY_G)
+    of_others, centred = variants.leave_one_out_advantages(R, 4), grpo.group_advantages(R, 4, **UNSCALED)
+
+    def by_critic(V, lam):
+        token_rewards = variants.kl_penalized_rewards(R, STILL, STILL, MASK, beta=0)
+        return variants.gae_advantages(token_rewards, V, MASK, lam=lam)[0]
+
+    V = moved(0.6, 0.7, 0.9)
+    for where, text, got, log_ratios, options in (
+            ("PPO | 0.4", "0.4 0.3 0.1 0.0333", by_critic(V, 1), drift, clip),
+            ("Dr. GRPO | 0.5", "0.5 0.5 0.5 0.0417", centred, drift, dr_grpo),
+            ("process supervision | 1", "1.6036 1.0690 0.5345 0.1336", by_step, drift, clip),
+            ("RLOO | ⅔", "0.5", of_others, STILL, per_answer), ("REINFORCE | 1, 1", "1 1 1 0.75", R, STILL, per_answer)):
+        its = got[0].expand(3), pushes(got, log_ratios, **options).sum()
+        on_page("10", f"| {where}", text, *its[-len(text.split()):])
+    on_page("10", "PPO's critic guesses", "0.1 0.2 0.1", by_critic(V, 0)[0])
+    assert (by_critic(STILL + 0.5, 1)[MASK] == grpo.broadcast_advantages(centred, MASK)[MASK]).all()
     faded = pushes(A, drift, **sapo)
     on_page("10", "| SAPO | 1 |", "1 1.2378 1.4051 0.3036", 12 * faded, faded.sum())
     for options, pushed, on_policy in ((clip, 1, 0.25), (gspo, 0, 0.25), (sapo, 3, 0.25), (dapo, 2, 3 / 9),
@@ -394,42 +398,38 @@ def test_the_numbers_of_page_10():
     on_page("10", "rises and falls can cancel", "0.9355", ratios[1])
     each = pushes(A, cancels, **gspo)
     on_page("10", "All three, each by", "0.9355 0.0780 1.3499", ratios[1], each[0], cancels[0, 1].exp())
-    assert len(set(each.tolist())) == 1
-    assert pushes(A, cancels, **clip)[1] == 0
+    assert len(set(each.tolist())) == 1 and pushes(A, cancels, **clip)[1] == 0
     A = grpo.group_advantages(f64([1, 1, 0, 0, 1, 1, 1, 1]), 4, **BY_G)   # one more group, silent, of the same lengths
     on_page("10", "dynamic sampling", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
 
-    rho = torch.full((1, 1), 50.0, dtype=torch.float64, requires_grad=True)
-    of_delta = [(loss, gradient(loss, rho)) for A, delta in ((-1, None), (-1, 4), (1, 4), (1, None))
-                for loss in [grpo.clipped_surrogate_loss(rho, f64([[A]]), delta=delta)]]
-    (without, _), (with_delta, slope), (of_right, _), _ = of_delta
-    on_page("10", "the loss is 4 instead", "4 50 0 -1.2", with_delta, without, slope, of_right)
-    assert of_delta[0][1] == 1 and of_delta[2] == of_delta[3]
+    rho, of_delta = f64([50]).requires_grad_(), []
+    for A, delta, want in ((-1, None, 50), (-1, 4, 4), (1, 4, -1.2), (1, None, -1.2)):
+        of_delta.append(grpo.clipped_surrogate_loss(rho, f64([A]), delta=delta))
+        assert of_delta[-1].item() == approx(want)
+    on_page("10", "the loss is 4 instead", "4 50 0", of_delta[1], of_delta[0], gradient(of_delta[1], rho))
+    assert gradient(of_delta[0], rho) == 1
 
     for right, text in ((4, "0.5 0.5 1"), (1, "0.875 0.3307 2.6458 0.875 0.125 7")):
         rewards = (torch.arange(8) < right).double()
         mean, std = grpo.group_stats(rewards, 8, correction=0)
         by_std, by_mean = grpo.group_advantages(rewards, 8, **BY_G)[0], variants.maxrl_advantages(rewards, 8)[0]
-        got = [1 - mean, std, by_std] + ([1 - mean, mean, by_mean] if right == 1 else [])
-        on_page("10", "MaxRL (arXiv", text, *got)
+        got = 1 - mean, std, by_std, 1 - mean, mean, by_mean
+        assert by_std == by_mean or right == 1
+        on_page("10", "MaxRL (arXiv", text, *got[: len(text.split())])
 
-    for lam, text in ((0, "0 0.1 0.2 0.1"), (0.5, "0.5 0.225 0.25 0.1"), (1, "1 0.4 0.3 0.1")):
-        A, _ = variants.gae_advantages(f64([[0, 0, 1]]), f64([[0.6, 0.7, 0.9]]), torch.ones(1, 3), lam=lam)
-        on_page("10", f"| {lam} | {text.split()[1]},", text, lam, A)
     teacher, policy, two = f64([[0.75, 0.25]]).log(), f64([0, 0]).requires_grad_(), torch.ones(1, 2)
     A = variants.distillation_advantages(teacher, policy.log_softmax(0).unsqueeze(0), two)
     pull = gradient(-(policy.softmax(0).detach() * A * policy.log_softmax(0)), policy)
-    on_page("10", "A is ln(", "0.4055 -0.6931 -0.2747 0.2747", A, pull)
+    on_page("10", "A is ln(", "0.4055 -0.6931 -0.2747", A, pull[0])
 
     on_page("10", "The five grades", "0.8 0.4", *grpo.group_stats(f64([1, 1, 1, 1, 0]), 5, correction=0))
     ends, mask = torch.tensor([[1, 3, 5], [1, 3, 0]]), torch.arange(6) < torch.tensor([[6], [4]])
-    for second, text in (([1, 0, math.nan], "-1.5 -2 1.5 1 0.5"), ([0, 1, math.nan], "-1.5 0.5")):
-        A = grpo.process_advantages(f64([[1, 1, 1], second]), ends, mask, 2, **BY_G)
-        on_page("10", "No. They get", text, A[1, [0, 2]], A[0, ::2] if second[0] else [])
-    for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], "1.7889"),
-                                ([[1, 1], [1, 0]], [[1, 3], [1, 3]], "1.1547")):
+    A = grpo.process_advantages(f64([[1, 1, 1], [1, 0, math.nan]]), ends, mask, 2, **BY_G)
+    on_page("10", "No. They get", "-1.5 -2 1.5 1 0.5", A[1, [0, 2]], A[0, ::2])
+    for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], 1.7889),
+                                ([[1, 1], [1, 0]], [[1, 3], [1, 3]], 1.1547)):          # it pays to split a step
         A = grpo.process_advantages(f64(grades), torch.tensor(ends), torch.ones(2, 4), 2, **BY_G)
-        on_page("10", "This has a price", first, A[0, 0])
+        assert A[0, 0].item() == approx(first, abs=5e-5)
 
 
 def test_the_numbers_of_page_10_on_baselines():
@@ -452,9 +452,10 @@ def test_the_numbers_of_page_10_on_baselines():
     on_page("10", "so that the mean reward is", "0.6", p @ r)
     fixed = [variance(lambda rewards, G: rewards - b, 1) for b in (0, 0.6, 10)]
     on_page("10", "| variance of", "0.1662 0.0438 56.4062", *fixed)
-    of_others, plain = variants.leave_one_out_advantages, lambda rewards, G: rewards
-    on_page("10", "The one without a baseline", "0.0831 0.1172", variance(plain, 2), variance(of_others, 2))
-    on_page("10", "The one without a baseline", "0.0268 0.0416", variance(of_others, 4), variance(plain, 4))
+    of_others, plain = [[variance(scores, G).item() for G in (2, 4)] for scores in (
+        variants.leave_one_out_advantages, lambda rewards, G: rewards)]
+    on_page("10", "a mean of few others", "0.1172 0.0831", of_others[0], plain[0])
+    assert [of_others[1], plain[1]] == approx([0.0268, 0.0416], abs=5e-5)
 
 
 # The runs ---------------------------------------------------------------------------------------------------
@@ -534,15 +535,14 @@ def test_the_numbers_of_page_07s_runs():
     first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
     for metric, text in (("silent", "0.69 0.67"), ("entropy", "1.94 0.13")):
         on_page("07", "to 0.13 nats", text, first[metric].mean(), last[metric].mean())
-    for seed, text in ((42, "0.06 0.81"), (43, "0.05 0.84"), (44, "0.05 0.95")):
-        means = [part["reward"][part["run"] == f"seed {seed}"].mean() for part in (first, last)]
-        on_page("07", f"| {seed} | 0.31 |", text, *means)
+    on_page("07", "to 0.13 nats", "0.05 0.81 0.84 0.95", first["reward"].mean(),
+            *[last["reward"][last["run"] == f"seed {seed}"].mean() for seed in (42, 43, 44)])
     too_fast = runs[(runs["run"] == "rate 1e-4") & (runs["step"] >= 4)]
     assert (too_fast["silent"] == 1).all() and (too_fast["grad_norm"] == 0).all()
-    for run, text, its in (("hacked", "1.78 3.09 1.06 2.31", ["reward", "mentions"]), ("mended", "1.59 1.82", ["reward"])):
-        begun, ended = [runs[(runs["run"] == run) & (runs["step"] == step)] for step in (1, 10)]
-        on_page("07", "The desert was a desert", text, *[x[name][0] for name in its for x in (begun, ended)])
-    assert begun["mentions"][0] == ended["mentions"][0] == approx(1.06, abs=5e-3)
+    hacked, mended = [[runs[(runs["run"] == run) & (runs["step"] == step)][0] for step in (1, 10)]
+                      for run in ("hacked", "mended")]
+    on_page("07", "The desert was a desert", "1.06 2.31", *[step["mentions"] for step in hacked])
+    assert mended[0]["mentions"] == mended[1]["mentions"] and mended[0]["reward"] + 0.2 < mended[1]["reward"]
 
 
 # README -----------------------------------------------------------------------------------------------------
