@@ -213,8 +213,10 @@ $("sum").onchange = ({target}) => {
 };
 $("sum").onblur = ({target}) => { target.value = prompt.slice(0, -1); };
 form.onsubmit = event => event.preventDefault();
-form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) =>
+form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) => {
+  if (name === "seed") return go("start", false);
   changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name) && "sample");
+};
 $("first_rules").onclick = () => {
   form.reset();
   const {num_generations, generation_batch_size} = config();

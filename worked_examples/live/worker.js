@@ -2,7 +2,7 @@
 // shows. The other answers the held-out sums with weights that the page hands on, so that no step waits for it.
 let run;
 
-function start({weights, held, seed = 4}) {
+function start({weights, held}, {seed}) {
   const numbers = [...Array(100).keys()].filter(x => x > 10 && x % 10 > 0);
   const problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
   const policy = make_model(weights), reference = make_model(weights);
@@ -39,7 +39,7 @@ function probability_of_the_carry(prompt) {                 // after <think>5+7=
 onmessage = ({data: {action, config, ...given}}) => {
   const began = performance.now();
   if (action === "evaluate") return postMessage(generate(make_model(given.weights), given.held));
-  if (action === "start") run = start(given);
+  if (action === "start") run = start(given, config);
   const done = action === "step" ? step(config) : {};
   sample(config);
   const carry = probability_of_the_carry(config.prompt), weights = run.policy.all.x.slice();
