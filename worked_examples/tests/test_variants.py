@@ -117,7 +117,7 @@ def kept_tokens(rows, quantile):
 @given(answers(grid(0, 2, 0.25)), grid(0, 1, 0.125))
 def test_top_entropy_mask_matches_the_worked_numbers_and_the_oracle(rows, quantile):
     """m = 1 where H >= the (1 - quantile)-quantile of the real tokens' H, interpolated between neighbours:
-    of 5 tokens the 2, or the 1, with the highest entropy (page 8)"""
+    of 5 tokens the 2, or the 1, with the highest entropy"""
     of_5_tokens = [[(0.1,), (2.0,), (0.3,)], [(1.5,), (0.2,)]]
     expect(kept_tokens(of_5_tokens, 0.4), [0, 1, 0, 1, 0])
     expect(kept_tokens(of_5_tokens, 0.2), [0, 1, 0, 0, 0])
