@@ -282,9 +282,9 @@ def test_the_numbers_of_page_06():
     def silent(p, G=8):
         return p**G + (1 - p) ** G
 
-    for p, text, Gs in ((0.5, "0.5 0.0078 0.00003", (2, 8, 16)), (0.9, "0.82 0.4305 0.1853 0.0012", (2, 8, 16, 64)),
-                        (0.99, "0.9802 0.9227 0.8515 0.5256", (2, 8, 16, 64))):
-        on_page("06", f"| {p} | ", f"{p} {text}", p, *[silent(p, G) for G in Gs])
+    for text in "0.5 0.5 0.0078 0.00003", "0.9 0.82 0.4305 0.1853 0.0012", "0.99 0.9802 0.9227 0.8515 0.5256":
+        p, *shares = text.split()
+        on_page("06", f"| {p} |", text, float(p), *[silent(float(p), G) for G, _ in zip((2, 8, 16, 64), shares)])
     on_page("06", "the formula gives", "0.33 0.872 0.9227 0.0175 0.7417", silent(0.87), (4 * 0.99 + 0.4) / 5,
             silent(0.99), silent(0.4), (4 * 0.9227 + 0.0175) / 5)
 
@@ -301,8 +301,8 @@ def test_the_numbers_of_page_07():
 def test_the_numbers_of_page_08():
     """The denominator of a softmax, two temperatures"""
     logits = f64([2, 1, 0])
-    logps, sampler = logits.log_softmax(0), (logits / 0.5).log_softmax(0)
-    on_page("08", "e² + e + 1", "11.1073 2.4076 -0.4076 -1.4076 -2.4076", logits.exp().sum(), logits.logsumexp(0), logps)
+    logps, sampler, total = logits.log_softmax(0), (logits / 0.5).log_softmax(0), logits.exp().sum()
+    on_page("08", "e² + e + 1", "11.1073 2.4076 -0.4076 -1.4076 -2.4076", total, total.log(), logps)
     on_page("08", "How open was", "0.6652 0.2447 0.0900 0.8324", logps.exp(), grpo.entropy_from_logits(logits))
     too_likely = (logps - sampler)[[1, 0]]
     on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429 2.086 0.767", sampler, too_likely.exp())
@@ -333,7 +333,7 @@ def test_the_numbers_of_page_09():
 
     k1, mask, scores = f64([[0.1, -0.2, 0.3], [0, 0, 0]]), torch.ones(2, 3), f64([1, 1])
     in_reward = variants.kl_penalized_rewards(scores, k1, 0 * k1, mask, beta=0.1).sum(1)
-    on_page("09", "The rewards are 1 - 0.1", "0.98 1 0.99 0.01414 -0.7071", in_reward, in_reward.mean(), in_reward.std(),
+    on_page("09", "The rewards are 1 - 0.1", "0.98 1 0.99 0.01414 -0.7071", in_reward, *grpo.group_stats(in_reward, 2),
             grpo.group_advantages(in_reward, 2, eps=0)[0])
     k3 = grpo.kl_estimate(k1, 0 * k1)[0]
     assert k3.tolist() == approx([0.0048, 0.0214, 0.0408], abs=5e-5)
@@ -370,52 +370,45 @@ def test_the_numbers_of_page_10():
     grades = f64([[1, 1, 1], [1, 1, math.nan], [1, 1, 0], [0, math.nan, math.nan]])
     by_step = grpo.process_advantages(grades, torch.arange(3).expand(4, 3), MASK, 4, **BY_G)
     of_others, centred = variants.leave_one_out_advantages(R, 4), grpo.group_advantages(R, 4, **UNSCALED)
-
-    def by_critic(V, lam):
-        token_rewards = variants.kl_penalized_rewards(R, STILL, STILL, MASK, beta=0)
-        return variants.gae_advantages(token_rewards, V, MASK, lam=lam)[0]
-
-    V = moved(0.6, 0.7, 0.9)
+    token_rewards, V = variants.kl_penalized_rewards(R, STILL, STILL, MASK, beta=0), moved(0.6, 0.7, 0.9)
+    by_critic, deltas, of_mean = [variants.gae_advantages(token_rewards, values, MASK, lam=lam)[0]
+                                  for values, lam in ((V, 1), (V, 0), (STILL + 0.5, 1))]
     for where, text, got, log_ratios, options in (
-            ("PPO | 0.4", "0.4 0.3 0.1 0.0333", by_critic(V, 1), drift, clip),
+            ("PPO | 0.4", "0.4 0.3 0.1 0.0333", by_critic, drift, clip),
             ("Dr. GRPO | 0.5", "0.5 0.5 0.5 0.0417", centred, drift, dr_grpo),
             ("process supervision | 1", "1.6036 1.0690 0.5345 0.1336", by_step, drift, clip),
-            ("RLOO | ⅔", "0.5", of_others, STILL, per_answer), ("REINFORCE | 1, 1", "1 1 1 0.75", R, STILL, per_answer)):
+            ("RLOO | ⅔", "0.5", of_others, STILL, per_answer), ("REINFORCE | 1", "1 1 1 0.75", R, STILL, per_answer)):
         its = got[0].expand(3), pushes(got, log_ratios, **options).sum()
         on_page("10", f"| {where}", text, *its[-len(text.split()):])
-    on_page("10", "PPO's critic guesses", "0.1 0.2 0.1", by_critic(V, 0)[0])
-    assert (by_critic(STILL + 0.5, 1)[MASK] == grpo.broadcast_advantages(centred, MASK)[MASK]).all()
+    on_page("10", "PPO's critic guesses", "0.1 0.2 0.1", deltas[0])
+    assert (of_mean == grpo.broadcast_advantages(centred, MASK)).all()
     faded = pushes(A, drift, **sapo)
     on_page("10", "| SAPO | 1 |", "1 1.2378 1.4051 0.3036", 12 * faded, faded.sum())
-    for options, pushed, on_policy in ((clip, 1, 0.25), (gspo, 0, 0.25), (sapo, 3, 0.25), (dapo, 2, 3 / 9),
-                                       (cispo, 3, 3 / 9)):
+    for options, pushed in (clip, 1), (gspo, 0), (sapo, 3):
         assert pushes(A, drift, **options).count_nonzero() == pushed, options
-        assert pushes(A, STILL, **options).sum().item() == approx(on_policy), options
+        assert pushes(A, STILL, **options).sum().item() == approx(0.25), options
 
     cancels = moved(0, 0.3, -0.5)
-    ratios = [grpo.importance_ratio(log_ratios, STILL, MASK, **sequence)[0] for log_ratios in (drift, cancels)]
-    on_page("10", "GSPO gives the whole answer", "1.2337", ratios[0])
-    on_page("10", "rises and falls can cancel", "0.9355", ratios[1])
+    ratio, of_cancels = [grpo.importance_ratio(x, STILL, MASK, **sequence)[0] for x in (drift, cancels)]
+    on_page("10", "GSPO gives the whole answer", "1.2337", ratio)
+    on_page("10", "rises and falls can cancel", "0.9355", of_cancels)
     each = pushes(A, cancels, **gspo)
-    on_page("10", "All three, each by", "0.9355 0.0780 1.3499", ratios[1], each[0], cancels[0, 1].exp())
+    on_page("10", "All three, each by", "0.9355 0.0780 1.3499", of_cancels, each[0], cancels[0, 1].exp())
     assert len(set(each.tolist())) == 1 and pushes(A, cancels, **clip)[1] == 0
     A = grpo.group_advantages(f64([1, 1, 0, 0, 1, 1, 1, 1]), 4, **BY_G)   # one more group, silent, of the same lengths
     on_page("10", "dynamic sampling", "0.1255", pushes(A, torch.cat([drift, STILL]), MASK.repeat(2, 1), **dapo).sum())
 
-    rho, of_delta = f64([50]).requires_grad_(), []
-    for A, delta, want in ((-1, None, 50), (-1, 4, 4), (1, 4, -1.2), (1, None, -1.2)):
-        of_delta.append(grpo.clipped_surrogate_loss(rho, f64([A]), delta=delta))
-        assert of_delta[-1].item() == approx(want)
-    on_page("10", "the loss is 4 instead", "4 50 0", of_delta[1], of_delta[0], gradient(of_delta[1], rho))
-    assert gradient(of_delta[0], rho) == 1
+    rho = f64([50]).requires_grad_()
+    without, capped = [grpo.clipped_surrogate_loss(rho, f64([-1]), delta=delta) for delta in (None, 4)]
+    on_page("10", "the loss is 4 instead", "4 50 0", capped, without, gradient(capped, rho))
 
     for right, text in ((4, "0.5 0.5 1"), (1, "0.875 0.3307 2.6458 0.875 0.125 7")):
         rewards = (torch.arange(8) < right).double()
         mean, std = grpo.group_stats(rewards, 8, correction=0)
-        by_std, by_mean = grpo.group_advantages(rewards, 8, **BY_G)[0], variants.maxrl_advantages(rewards, 8)[0]
-        got = 1 - mean, std, by_std, 1 - mean, mean, by_mean
-        assert by_std == by_mean or right == 1
-        on_page("10", "MaxRL (arXiv", text, *got[: len(text.split())])
+        got = (1 - mean, std, grpo.group_advantages(rewards, 8, **BY_G)[0],
+               1 - mean, mean, variants.maxrl_advantages(rewards, 8)[0])
+        on_page("10", "MaxRL (arXiv", text, *got[-len(text.split()):])
+        assert right == 1 or got[2] == got[5]                           # four of eight: both methods' A is 1
 
     teacher, policy, two = f64([[0.75, 0.25]]).log(), f64([0, 0]).requires_grad_(), torch.ones(1, 2)
     A = variants.distillation_advantages(teacher, policy.log_softmax(0).unsqueeze(0), two)
@@ -426,9 +419,8 @@ def test_the_numbers_of_page_10():
     ends, mask = torch.tensor([[1, 3, 5], [1, 3, 0]]), torch.arange(6) < torch.tensor([[6], [4]])
     A = grpo.process_advantages(f64([[1, 1, 1], [1, 0, math.nan]]), ends, mask, 2, **BY_G)
     on_page("10", "No. They get", "-1.5 -2 1.5 1 0.5", A[1, [0, 2]], A[0, ::2])
-    for grades, ends, first in (([[1, 1, 1, 1], [1, 0, math.nan, math.nan]], [[0, 1, 2, 3], [1, 3, 0, 0]], 1.7889),
-                                ([[1, 1], [1, 0]], [[1, 3], [1, 3]], 1.1547)):          # it pays to split a step
-        A = grpo.process_advantages(f64(grades), torch.tensor(ends), torch.ones(2, 4), 2, **BY_G)
+    for first, rows in ((1.1547, [[1, 1], [1, 0]]), (1.7889, [[1, 1, 1, 1], [1, 0, math.nan, math.nan]])):   # split
+        A = grpo.process_advantages(f64(rows), torch.arange(len(rows[0])).expand(2, -1), torch.ones(2, 4), 2, **BY_G)
         assert A[0, 0].item() == approx(first, abs=5e-5)
 
 
@@ -506,8 +498,7 @@ def test_the_numbers_of_page_10s_runs():
     assert (held_out.argmin(1) == 3).all() and (held_out.mean(0).max() - held_out.mean(0).min() >
                                                 held_out.mean(1).max() - held_out.mean(1).min())
     on_page("10", "The seeds. Under", "0.988 0.998", held_out.mean(1).min(), held_out.mean(1).max())
-    slow = names.index("REINFORCE")
-    assert (numpy.delete(first, slow, 0) > first[slow]).all()
+    assert names[-1] == "REINFORCE" and (first[:-1] > first[-1]).all()
 
 
 def test_the_numbers_of_page_06s_runs():
@@ -522,8 +513,9 @@ def test_the_numbers_of_page_06s_runs():
     assert set(stuck["reward"][-10:]) == {0, 1 / 32} and (stuck["silent"][-10:] == 1).all()     # 8 of 256: a group
     assert (stuck["grad_norm"] == 0).sum() == (stuck["silent"] == 1).sum() == 67
     assert stuck["silent"].min() == 30 / 32 and (others["silent"] < 1).all()
-    right, silent = (runs[0][name].reshape(-1, 5).mean(1)[1:] for name in ("reward", "silent"))
-    assert (silent > right**8 + (1 - right)**8).all()                   # the dots beyond the first: above the curve
+    right, silent = (runs[0][name].reshape(-1, 5).mean(1) for name in ("reward", "silent"))
+    above = silent - (right**8 + (1 - right)**8)                        # the dots of seed 42, and the curve of G = 8
+    assert abs(above[0]) < 0.003 < above[1:].min()
     assert stuck["entropy"][44] > 0.7                                   # it rises in between
     assert stuck["entropy"][7] < 0.17 < 0.6 < others["entropy"][others["step"] == 8].min()      # alike before right
 
