@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import types
 import warnings
 

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-import transformers
 from conftest import PROBLEMS, SMALL, by_row, chat_tokenizer, make_model, passes_of, question, steps_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -310,7 +309,7 @@ def test_nothing_that_a_reward_function_leaves_reaches_the_run(leave):
 
 
 def test_a_debugger_sees_each_tensor_of_the_equations_in_the_frame_of_train():
-    """It is reached from importance_ratio by `up`, twice. A, m, old, ref are the rows of the part, logps the policy's."""
+    """It is reached from importance_ratio by `up`, twice. A, m, old, ref are rows of the part, logps the policy's."""
     steps = steps_of(make_model("Llama"), num_iterations=2, beta=0.1, per_device_train_batch_size=3)
     with mock.patch.object(grpo, "importance_ratio", side_effect=EOFError), pytest.raises(EOFError) as stopped:
         next(steps)                                                     # as if here were a breakpoint
@@ -436,7 +435,7 @@ def test_rewards_are_in_float64_to_the_last_bit_what_a_function_returned(numbers
     dict.fromkeys(range(8), 0.5), map(float, range(8)), [nan] + [0.5] * 7, numpy.full(8, nan), torch.full((8,), nan)],
     ids=str)
 def test_what_is_no_list_of_a_number_for_each_row_is_an_error_that_names_the_function(returned):
-    """Too few, too many, nested, infinite, words, what has no order, a dict (its keys are no rewards), a generator; NaN,
-    a mean of no numbers or 0/0, is a mistake, too: only None abstains."""
+    """Too few, too many, nested, infinite, words, what has no order, a dict (its keys are no rewards), a generator.
+    NaN, a mean of no numbers or 0/0, is a mistake: only None abstains."""
     with pytest.raises((AssertionError, TypeError), match="a_judge|must be real number"):
         rewards_of(returned, 8)
