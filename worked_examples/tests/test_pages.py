@@ -563,10 +563,11 @@ def test_the_readmes_story_is_in_the_pictures_data():
     """The carry's probability at the fork of the group, before and after the demo; loss near 0, more silent groups"""
     readme, run = (ROOT / "README.md").read_text(), figures.csv("tiny_run.csv")
     group = json.loads((figures.PICTURES / "group.json").read_text(encoding="utf-8"))
-    assert group["prompt"] == "79+21=" and "asked for 79+21, it answers 90" in readme
+    assert group["prompt"] == "79+21=" and "its likeliest answer to 79+21 is 90" in readme
     before, *_, after = [carry for carry, _ in group["whole_run"]["probabilities"]]
     tokens, A = sum(len(answer["tokens"]) for answer in group["answers"]), max(group["advantages"])
-    assert f"have {tokens} tokens" in readme and f"by 4 · {A:.3f}/{tokens} = {4 * A / tokens:.4f}" in readme
+    words = " ".join(readme.split())
+    assert f"{tokens} tokens in all" in words and f"by 4 · {A:.3f}/{tokens} = {4 * A / tokens:.4f}" in words
     assert f"rises from {before:.1%} to {after:.1%}." in readme and f"a {before:.0%} chance to carry" in readme
     reward = run["rewards/accuracy_reward/mean"] + run["rewards/think_format_reward/mean"]
     for step in 8, 80:
