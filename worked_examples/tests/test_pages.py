@@ -521,7 +521,7 @@ def test_the_numbers_of_page_06s_runs():
 
 
 def test_the_numbers_of_page_07s_runs():
-    """A real model: three seeds, a learning rate that is too high, a reward that is hacked and then mended"""
+    """A real model: three seeds, a learning rate that is too high, a reward that is hacked"""
     runs = figures.csv("real_model.csv")
     seeds = runs[numpy.char.startswith(runs["run"], "seed")]
     first, last = seeds[seeds["step"] <= 4], seeds[seeds["step"] > 26]
@@ -531,10 +531,8 @@ def test_the_numbers_of_page_07s_runs():
             *[last["reward"][last["run"] == f"seed {seed}"].mean() for seed in (42, 43, 44)])
     too_fast = runs[(runs["run"] == "rate 1e-4") & (runs["step"] >= 4)]
     assert (too_fast["silent"] == 1).all() and (too_fast["grad_norm"] == 0).all()
-    hacked, mended = [[runs[(runs["run"] == run) & (runs["step"] == step)][0] for step in (1, 10)]
-                      for run in ("hacked", "mended")]
-    on_page("07", "The desert was a desert", "1.06 2.31", *[step["mentions"] for step in hacked])
-    assert mended[0]["mentions"] == mended[1]["mentions"] and mended[0]["reward"] + 0.2 < mended[1]["reward"]
+    hacked = runs[runs["run"] == "hacked"]
+    on_page("07", "The desert was a desert", "1.06 2.31", *[hacked["mentions"][hacked["step"] == i] for i in (1, 10)])
 
 
 # README -----------------------------------------------------------------------------------------------------
