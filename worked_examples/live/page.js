@@ -13,7 +13,7 @@ const weights = Float32Array.from(new Uint16Array(bytes.buffer), from_half);
 const held = $("sums").textContent.split(" ");
 const code = URL.createObjectURL(new Blob(["maths", "gpt2", "worker"].map(id => $(id).textContent)));
 const learner = new Worker(code), evaluator = new Worker(code);
-let prompt = "15+87=", verdicts = {}, history = [], changes = [], running = false, busy = false, now, next, waiting;
+let prompt = "15+87=", verdicts = {}, history = [], changes = [], story = [], running, busy, now, next, waiting;
 
 function config() {                                         // what the reader has chosen, by grpo.py's names
   const chosen = [...new FormData(form)].map(([name, value]) => [name, isNaN(value) ? value : +value]);
@@ -34,7 +34,6 @@ function ask(action) {                                      // one question at a
 }
 
 learner.onmessage = ({data}) => {
-  if (!now && !calm) tell_the_story();
   if (data.action === "start") history = changes = [];
   const same_weights = data.action === "sample" && history.pop();
   now = {...data, prompt, shown: 0, held: same_weights?.held};
@@ -94,21 +93,23 @@ function draw_group(fresh) {
   const group = now.group = rows.slice(shown, shown + G), {cells, fork} = find_pushes(group, options);
   const groups = [...rows.keys()].filter(i => i % G === 0);
   const std = i => group_stats(rows.slice(i, i + G).map(row => row.reward))[1], loud = groups.filter(std);
-  now.silent = groups.length - loud.length;
   now.reward = sum(rows.map(row => row.reward)) / rows.length;
   $("many").textContent = G;
   $("group").classList.toggle("fresh", fresh);
   $("group").innerHTML = group.map((row, i) => row_html(row, i, cells)).join("");
   $("group").querySelector(`[data-i="${focus}"]`)?.focus();
-  $("loud").hidden = std(shown) > 0 || options.scale_rewards === "no mean";
-  $("loud").innerHTML = "All rewards are equal, a <b>silent group</b>: A = 0, and it pushes nothing. " + (loud.length ?
-    `<button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>` : "So are the others: no weight moves.");
+  $("loud").hidden = options.scale_rewards === "no mean";
+  $("loud").innerHTML = `Silent groups (all rewards of a sum are equal, so A = 0, no push): ${groups.length -
+    loud.length} of ${groups.length}. ` + (std(shown) > 0 ? "" : !loud.length ? "No weight moves." :
+    `This is one. <button data-first="${loud[0]}">Show ${rows[loud[0]].prompt}</button>`);
   const list = (fork, text, push) => `<code>${fork[0].place.beginning}</code> ` + fork.map(token =>
     `<span><code class="${color(push(token))}">${token.word}</code> ${text(token)}</span>`).join(", ");
   const past = moved && find_pushes(moved, options).fork;
   const before = ({π}) => `π = ${fixed(π, 3)}`, change = ({π, after}) => `π = ${fixed(π, 3)} → ${fixed(after, 3)}`;
   $("forks").innerHTML = past ? `The last step: after ${list(past, change, ({π, after}) => after - π)}.` :
     fork ? `They part after ${list(fork, before, ({net}) => net)}.` : "All answers are alike.";
+  if (now.metrics?.clipped > 0) $("forks").innerHTML += ` Clipped in the last step: ${
+    fixed(100 * now.metrics.clipped, 1)} % of the tokens (gone far enough, they push no more).`;
 }
 
 function row_html({prompt, text, reward, advantage}, i, cells) {
@@ -130,6 +131,9 @@ const lines = {
   c3: ["π of the carry", state => state.prompt === prompt ? state.carry.probability : undefined],
   c4: ["mean reward", state => state.reward]};
 
+const latest = (points, value, state = points.at(-1)) =>    // "…" until that of this step is known
+  !state ? "…" : state === now ? fixed(value(state)) : `… (step ${state.step}: ${fixed(value(state))})`;
+
 function draw_rest() {
   if (!now) return;
   const end = Math.max(20, now.step), evaluated = history.filter(state => state.held), legend = [];
@@ -138,7 +142,7 @@ function draw_rest() {
     const path = points.map(state => `${100 * state.step / end} ${100 - 100 * Math.min(1, Math.max(0, value(state)))}`);
     const {digit, before} = now.carry, where = `<code>${digit}</code> after <code>${show(encode(before))}</code>`;
     legend.push(`<span><svg class="${name}" viewBox="0 0 28 8"><path d="M0 4H28"/></svg>${text}
-      ${name === "c3" ? where : ""} <b>${points.length ? fixed(value(points.at(-1))) : "…"}</b></span>`);
+      ${name === "c3" ? where : ""} <b>${latest(points, value)}</b></span>`);
     if (!points.length) return "";
     return `<path class="${name}" d="M${path.join("L")}"/><path class="${name} dot" d="M${path.at(-1)}h0"/>`;
   });
@@ -153,18 +157,17 @@ function draw_rest() {
     <td><small>at first<br>now</small><td>${answer(evaluated[0].held.rows[i])}<br>${answer(row)}`).join("");
   $("run").textContent = running ? "❚❚ Pause" : "▶ Run";
   $("bar").className = busy ? "busy" : "";
-  $("step").textContent = busy ? "Step …" : "Step";
-  const accuracy = evaluated.length ? fixed(evaluated.at(-1).held.all) : "…";
-  const {epsilon, scale_rewards} = config(), said = [`step <b>${now.step}</b> · held-out accuracy <b>${accuracy}</b>`];
-  if (scale_rewards !== "no mean") said.push(`${now.silent} of ${now.rows.length / now.num_generations} groups silent`);
-  if (now.metrics && epsilon < Infinity) said.push(`${fixed(100 * now.metrics.clipped, 1)} % clipped`);
-  $("said").innerHTML = said.join(" · ");
+  const π = history.slice(-2).map(lines.c3[1]).filter(Number.isFinite).map(x => fixed(x)).join(" → ") || "…";
+  $("said").innerHTML = `step <b>${now.step}</b> · probability π of the carry <b>${π}</b> · held-out sums right:
+    <b>${latest(evaluated, state => state.held.all)}</b>`;
 }
 
-function changed(text, action) {                            // the chart notes it
+function changed(text) {                                    // the chart notes it; another G or B takes other answers
+  const {num_generations, generation_batch_size} = config();
   changes = [...changes, {step: now.step, text}];
   draw_group();
-  action ? ask(action) : draw_rest();
+  if (now.num_generations !== num_generations || now.rows.length !== generation_batch_size) ask("sample");
+  else draw_rest();
 }
 
 function view(name) {
@@ -175,10 +178,11 @@ function view(name) {
 }
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-let story = [];
 view(calm ? "net" : "own");
+if (!calm) onscroll = onpointerdown = tell_the_story;
 
 function tell_the_story() {                                 // the three views, one after the other
+  onscroll = onpointerdown = null;
   story.forEach(clearTimeout);
   story = ["own", "added", "net"].map((name, k) => setTimeout(view, 5000 * k, name));
 }
@@ -200,37 +204,34 @@ $("group").onclick = ({target: {dataset: {i}}}) => {
 $("loud").onclick = ({target: {dataset: {first}}}) => {
   if (!first) return;
   now.shown = +first;
-  now.prompt = prompt = now.rows[first].prompt;
+  prompt = now.rows[first].prompt;                          // now.carry is still that of the old sum
   $("sum").value = prompt.slice(0, -1);
   draw_group();
+  draw_rest();
 };
 $("sum").onchange = ({target}) => {
-  target.setCustomValidity(held.includes(target.value + "=") ? "This sum is held out: choose another." :
-    /^[1-9]{2}\+[1-9]{2}$/.test(target.value) ? "" : "Two numbers of two digits, without 0: 15+87.");
+  target.value = target.value.replace(/\s/g, "");
+  target.setCustomValidity(held.includes(target.value + "=") ? "Held out, not to be trained on: choose another sum." :
+    /^[1-9]{2}\+[1-9]{2}$/.test(target.value) ? "" : "Two numbers of two digits, no digit 0: 15+87.");
   if (!target.reportValidity()) return;
   prompt = target.value + "=";
+  target.blur();
   ask("sample");
 };
 $("sum").onblur = ({target}) => { target.value = prompt.slice(0, -1); };
-form.onsubmit = event => event.preventDefault();
 form.onchange = ({target: {name, parentNode: label, selectedOptions: [option]}}) => {
   if (name === "seed") return go("start", false);
-  changed(`${label.firstChild.data.trim()} is ${option.text}`, /num_generations|batch/.test(name) && "sample");
+  changed(`${label.firstChild.data.trim()} is ${option.text}`);
 };
-$("first_rules").onclick = () => {
-  form.reset();
-  const {num_generations, generation_batch_size} = config();
-  const fits = now.num_generations === num_generations && now.rows.length === generation_batch_size;
-  changed("the first rules", fits ? null : "sample");
-};
+$("first_rules").onclick = () => { form.reset(); changed("the first rules"); };
 $("try").onclick = ({target: {dataset: {rules}, parentNode}}) => {
   if (rules === undefined) return;
   form.reset();
-  prompt = "15+87=";
-  $("sum").value = prompt.slice(0, -1);
+  prompt = ($("sum").value = "15+87") + "=";
   $("trying").textContent = parentNode.nextElementSibling.textContent;
   for (const [name, value] of new URLSearchParams(rules)) form.elements[name].value = value;
   go("start", false);
+  $("step").focus();
   scrollTo(0, 0);
 };
 ask("start");

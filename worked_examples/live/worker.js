@@ -37,12 +37,11 @@ function probability_of_the_carry(prompt) {                 // after <think>5+7=
 }
 
 onmessage = ({data: {action, config, ...given}}) => {
-  const began = performance.now();
   if (action === "evaluate") return postMessage(generate(make_model(given.weights), given.held));
   if (action === "start") run = start(given, config);
   const done = action === "step" ? step(config) : {};
   sample(config);
   const carry = probability_of_the_carry(config.prompt), weights = run.policy.all.x.slice();
-  const {rows, num_generations} = run, seconds = (performance.now() - began) / 1000;
-  postMessage({...done, action, step: run.step, rows, num_generations, carry, seconds, weights}, [weights.buffer]);
+  const {rows, num_generations} = run;
+  postMessage({...done, action, step: run.step, rows, num_generations, carry, weights}, [weights.buffer]);
 };

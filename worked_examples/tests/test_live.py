@@ -290,9 +290,10 @@ def test_each_control_works_in_a_browser(browser):
     lists = browser.value("[...form.querySelectorAll('select')].map(list => [list.name, list.length])")
     tries = browser.value("document.querySelectorAll('[data-rules]').length")
     assert len(lists) > 5 and tries > 5
+    browser.value("evaluate = state => { state.held = history[0].held }")       # other tests ask for held-out sums
     change = "dispatchEvent(new Event('change', {bubbles: true}))"
-    actions = [f"form.elements.{name}.selectedIndex = {k}; form.elements.{name}.{change}"
-               for name, length in lists for k in range(length)]
+    actions = ["; ".join(f"form.elements.{name}.selectedIndex = {k % length}; form.elements.{name}.{change}"
+                         for name, length in lists) for k in range(max(length for _, length in lists))]
     actions += [f"document.querySelectorAll('[data-rules]')[{k}].click()" for k in range(tries)]
     actions += ["$('group').querySelector('button').click()", "$('views').querySelector('input').click()",
                 f"$('sum').value = '58+67'; $('sum').{change}", "$('first_rules').click()",
@@ -310,15 +311,39 @@ def test_each_control_works_in_a_browser(browser):
 
 @needs_chromium
 def test_a_silent_group_offers_another_in_a_browser(browser):
-    """Overruled until all eight rewards are equal: the page says so, and shows a group whose answers differ"""
+    """Overruled until all eight rewards are equal: the page says so, no row moves, a group that differs is shown"""
     browser.open_page()
-    assert browser.value("$('loud').hidden")
+    assert not browser.value("$('loud').querySelector('button')")
+    place = "$('group').getBoundingClientRect().top"
+    before = browser.value(place)
     while browser.value("now.group.some(row => row.reward > 0)"):
         browser.value("$('group').querySelectorAll('button')[now.group.findIndex(row => row.reward > 0)].click()")
-    assert "silent group" in browser.value("$('loud').textContent") and not browser.value("$('loud').hidden")
+    assert "This is one." in browser.value("$('loud').textContent") and browser.value(place) == before
     browser.value("$('loud').querySelector('button').click()")
-    assert browser.value("$('loud').hidden && new Set(now.group.map(row => row.reward)).size === 2")
+    assert browser.value("!$('loud').querySelector('button') && new Set(now.group.map(row => row.reward)).size === 2")
     assert browser.value("$('sum').value + '=' === now.group[0].prompt && prompt === now.group[0].prompt")
+    assert "carry …" in browser.value("$('said').textContent")                  # π is that of the old sum
+
+
+@needs_chromium
+def test_the_bar_says_what_a_step_did_in_a_browser(browser):
+    """π of the carry before → after, no old held-out number as the new one, a fifth of the screen; focus moves on"""
+    browser.open_page()
+    browser.value("$('try').querySelector('button').focus(); document.activeElement.click()")
+    browser.wait_for("now.step === 0 && now.held && !busy")
+    assert browser.value("document.activeElement.id") == "step"
+    browser.value("$('step').click()")
+    browser.wait_for("now.step === 1 && !busy")
+    browser.value("now.held = undefined; draw_rest()")
+    said = browser.value("$('said').textContent")
+    before, after = browser.value("history.map(state => fixed(state.carry.probability))")
+    assert f"{before} → {after}" in said and re.search(r"right:\s+… \(step 0: 0\.\d\d\)$", said)
+    assert browser.value("$('bar').offsetHeight") <= 844 / 5
+    browser.value("$('sum').focus(); $('sum').select()")
+    browser.send("Input.insertText", text="12 + 31")
+    browser.press("Enter")
+    assert browser.value("prompt") == "12+31=" and browser.value("document.activeElement.id") == ""
+    browser.wait_for("!busy")
 
 
 @needs_chromium
