@@ -295,7 +295,7 @@ def test_the_numbers_of_page_07():
     on_page("07", "| 1, 0.8 |", "0.5967 0.4645", *grpo.group_stats(rewards, 3, correction=0))
     on_page("07", "Twice the weights", "0.3433 0.6867", *[grpo.group_advantages(r, 3, **UNSCALED)[0]
                                                           for r in (rewards, 2 * rewards)])
-    on_page("07", "A 0 is a grade", "-1.1547", grpo.group_advantages(f64([1, 1, 0]), 3, eps=0)[2])
+    on_page("07", "a 0 is a grade", "-1.1547", grpo.group_advantages(f64([1, 1, 0]), 3, eps=0)[2])
 
 
 def test_the_numbers_of_page_08():
@@ -306,7 +306,7 @@ def test_the_numbers_of_page_08():
     on_page("08", "How open was", "0.6652 0.2447 0.0900 0.8324", logps.exp(), grpo.entropy_from_logits(logits))
     too_likely = (logps - sampler)[[1, 0]]
     on_page("08", "At temperature 0.5", "-0.1429 -2.1429 -4.1429 2.086 0.767", sampler, too_likely.exp())
-    on_page("08", "It finds 1, 2 and 5", "0.735", too_likely[0])
+    on_page("08", "It finds 1, 2 and (GPT-2) 5", "0.735", too_likely[0])
 
 
 def test_the_numbers_of_page_09():
@@ -446,7 +446,7 @@ def test_the_numbers_of_page_10_on_baselines():
     on_page("10", "| variance of", "0.1662 0.0438 56.4062", *fixed)
     of_others, plain = [[variance(scores, G).item() for G in (2, 4)] for scores in (
         variants.leave_one_out_advantages, lambda rewards, G: rewards)]
-    on_page("10", "a mean of few others", "0.1172 0.0831", of_others[0], plain[0])
+    on_page("10", "But few others", "0.1172 0.1662 0.0831", of_others[0], fixed[0], plain[0])
     assert [of_others[1], plain[1]] == approx([0.0268, 0.0416], abs=5e-5)
 
 
@@ -497,7 +497,7 @@ def test_the_numbers_of_page_10s_runs():
     assert held_out.shape == (11, 5) and lines["seed"][:5].tolist() == [42, 1, 2, 3, 4]
     assert (held_out.argmin(1) == 3).all() and (held_out.mean(0).max() - held_out.mean(0).min() >
                                                 held_out.mean(1).max() - held_out.mean(1).min())
-    on_page("10", "The seeds. Under", "0.988 0.998", held_out.mean(1).min(), held_out.mean(1).max())
+    on_page("10", "Held out, the seeds", "0.988 0.998", held_out.mean(1).min(), held_out.mean(1).max())
     assert names[-1] == "REINFORCE" and (first[:-1] > first[-1]).all()
 
 
