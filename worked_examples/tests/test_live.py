@@ -334,8 +334,7 @@ def test_the_bar_says_what_a_step_did_in_a_browser(browser):
     assert browser.value("document.activeElement.id") == "step"
     browser.value("$('step').click()")
     browser.wait_for("now.step === 1 && !busy")
-    browser.value("now.held = undefined; draw_rest()")
-    said = browser.value("$('said').textContent")
+    said = browser.value("now.held = undefined; draw_rest(); $('said').textContent")
     before, after = browser.value("history.map(state => fixed(state.carry.probability))")
     assert before != after and f"{before} → {after}" in said and re.search(r"right:\s+… \(step 0: 0\.\d\d\)$", said)
     assert browser.value("$('bar').offsetHeight") <= 844 / 5
