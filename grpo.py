@@ -848,10 +848,12 @@ def compute_rewards(reward_funcs, rollout):
     for function in reward_funcs:
         rewards = function(**copy.deepcopy(given))             # what it changes is its own
         rewards = numpy.asarray(rewards, dtype=object)                          # (B,)
-        assert rewards.shape == (len(examples),) and all(
-            reward is None or math.isfinite(reward) for reward in rewards), (
-            f"reward_funcs: {function} returned {rewards!r:.200}; allowed are {len(examples)}, "
-            "each a finite number or None")
+        assert rewards.shape == (len(examples),), (
+            f"reward_funcs: {function} returned {rewards!r:.200}; allowed: {len(examples)} rewards")
+        for reward, completion in zip(rewards, rollout.completions):
+            assert reward is None or math.isfinite(reward), (
+                f"reward_funcs: {function} gave {reward} to {completion!r:.200}; allowed is a "
+                "finite number or None")
         rewards_per_func.append(rewards.astype(float))         # None becomes NaN
     return torch.tensor(numpy.stack(rewards_per_func, 1), device=rollout.completion_ids.device)
 
@@ -1164,7 +1166,7 @@ def write_progress(recent, rollout, config):
     if means["frac_reward_nan"] > 0:
         tqdm.write(f"  no reward function has scored {means['frac_reward_nan']:.1%} of the answers")
     if means["frac_reward_zero_std"] == 1 and config.beta == 0:
-        tqdm.write("  no weight has moved: in each group all answers earned the same")
+        tqdm.write("  no weight has moved: in each group all scored answers earned the same")
 
 
 def main(argv):

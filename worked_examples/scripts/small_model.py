@@ -95,11 +95,11 @@ def make(task, folder, eval_dataset, column, until, steps, seed):
     (commonest, times), = collections.Counter(answers[:len(problems)]).most_common(1)
     chance = times / len(problems)
     asked = chance + until * (1 - chance)
+    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; chance: {chance:.0%} of the "
+          f"problems have the commonest answer, {commonest!r:.60}; asked for: {asked:.0%}", flush=True)
     taken = imitate(model, tokenizer, problems, asked, steps, config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {model.num_parameters():,} weights, {len(tokenizer)} tokens; chance: {chance:.0%} of the "
-          f"problems have the commonest answer, {commonest!r:.60}; asked for: {asked:.0%}")
     rollout, right = sample(model, tokenizer, problems, config, 500)
     known = sum(right) / 1000
     new = sum(sample(model, tokenizer, held_out, config, 500)[1]) / 1000 if held_out else known
