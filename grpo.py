@@ -110,7 +110,7 @@ def group_advantages(rewards, num_generations, *, scale_rewards="group", correct
     dtype = torch.result_type(rewards, 1.0)                    # integers become floats
     rewards = rewards.to(torch.promote_types(dtype, torch.float32))    # bfloat16 rounds the mean
     mean, std = group_stats(rewards, num_generations, correction=correction)    # (P,), (P,)
-    centered = rewards - mean.repeat_interleave(num_generations)                 # (B,)
+    centered = rewards - mean.repeat_interleave(num_generations)                # (B,)
     if scale_rewards == "group":
         scale = std.repeat_interleave(num_generations) + eps                    # (B,)
     elif scale_rewards == "batch":
@@ -548,8 +548,8 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
     mask = pad((prompt_mask != 0).long(), (0, T_max), value=1)                  # (P, L+T_max)
     positions = mask.cumsum(1) - mask                          # how many real tokens come before
     active = torch.arange(P * num_generations, device=mask.device)      # (B,), the rows in the loop
-    ended = torch.zeros_like(active, dtype=torch.bool)                            # (B,)
-    completion_ids = mask.new_full((len(active), T_max), pad_token_id)            # (B, T_max)
+    ended = torch.zeros_like(active, dtype=torch.bool)                          # (B,)
+    completion_ids = mask.new_full((len(active), T_max), pad_token_id)          # (B, T_max)
     dtype = torch.promote_types(model.dtype, torch.float32)
     logps = torch.zeros_like(completion_ids, dtype=dtype)                       # (B, T_max)
     # On a GPU the step is recorded, and a record has fixed shapes: the cache has its final width
@@ -567,7 +567,7 @@ def generate(model, prompt_ids, prompt_mask, *, max_completion_length, eos_token
 
     with torch.no_grad():
         logits = next_logits(prompt_ids * mask[:, :L], positions[:, :L])            # (P, V)
-        prompt_of = active // num_generations                                     # (B,)
+        prompt_of = active // num_generations                                   # (B,)
         cache.reorder_cache(prompt_of)                         # picks rows, so it also repeats
         logits, mask, positions = logits[prompt_of], mask[prompt_of], positions[prompt_of]
         for t in range(T_max):

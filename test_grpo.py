@@ -1098,7 +1098,7 @@ def beyond_text(*row):
     (r"\boxed{}", "132", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0),
     beyond_text("B\n", " B", 1), beyond_text("5", 5, 1), beyond_text("1,0", "10", 0),
     beyond_text("b", "B", 0), beyond_text(r"\boxed{ Oslo }", "Oslo", 1), beyond_text(r"\boxed{1} 2", "2", 0),
-    beyond_text(r"\boxed{1} \boxed{2", "1", 0), beyond_text("{2}", "{2}", 1),
+    beyond_text(r"\boxed{1} \boxed{2", "1", 0), beyond_text("{2}", "{2}", 1), beyond_text("1} 2", "1", 0),
     beyond_text("None", None, nan), beyond_text("", " ", nan), beyond_text("nan", nan, nan),
     beyond_text("72", 72.0, 1), beyond_text("-0.5", -0.5, 1), beyond_text("0.00005", 5e-05, 1),
     beyond_text("1" + "0" * 16, 1e16, 1), beyond_text("1e+16", 1e16, 0), beyond_text("72", r"\boxed{72}", 1),
