@@ -2,8 +2,9 @@
 
     python worked_examples/live/make_live.py [FILE]         (default: live.html beside this script)
 
-The page holds the weights as base64 of float16, the first 100 held-out sums, and the parts beside this file: style.css,
-body.html, maths.js (grpo.py's functions), gpt2.js (the transformer), worker.js, page.js. It asks nobody.
+The page holds the weights as base64 of 16-bit integers, in units of 1/8192, the first 100 held-out sums, and the parts
+beside this file: style.css, body.html, maths.js (grpo.py's functions), gpt2.js (the transformer), worker.js, page.js.
+It asks nobody.
 """
 
 import base64
@@ -28,7 +29,8 @@ def cold_start():
 
 
 def page(policy, held_out):
-    weights = torch.cat([weight.detach().half().reshape(-1) for weight in policy.parameters()]).numpy()
+    weights = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
+    integers = (weights * 2**13).round().numpy().astype("<i2")
     part = {path.name: path.read_text(encoding="utf-8") for path in HERE.iterdir() if path.suffix in (".js", ".css")}
     body = (HERE / "body.html").read_text(encoding="utf-8").rstrip()
     sums = " ".join(row["prompt"] for row in held_out[:100])
@@ -41,7 +43,7 @@ def page(policy, held_out):
         f'<script id="gpt2">\n{part["gpt2.js"]}</script>',
         f'<script type="text/plain" id="worker">\n{part["worker.js"]}</script>',
         f'<script type="text/plain" id="sums">{sums}</script>',
-        f'<script type="text/plain" id="weights">{base64.b64encode(weights.astype("<f2").tobytes()).decode()}</script>',
+        f'<script type="text/plain" id="weights">{base64.b64encode(integers.tobytes()).decode()}</script>',
         f'<script>\n{part["page.js"]}</script></html>', ""])
 
 

@@ -1,47 +1,45 @@
-// Two workers run this file. One holds the model: a message brings the reader's config, the answer is what the page
-// shows. The other answers the held-out sums with weights that the page hands on, so that no step waits for it.
-let run;
+// The learner. A message brings what the reader has chosen; the answer is what the page shows.
+let policy, reference, held, problems, rng, rows, step = 0;
 
-function start({weights, held}, {seed}) {
+function start(config, weights, sums) {
   const numbers = [...Array(100).keys()].filter(x => x > 10 && x % 10 > 0);
-  const problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
-  const policy = make_model(weights), reference = make_model(weights);
-  return {policy, reference, problems, rng: random(seed), optimizer: {}, step: 0};
+  held = sums;
+  problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
+  policy = make_model(weights);
+  reference = make_model(weights);
+  rng = random(7654321 * config.seed);
 }
 
-function sample({prompt, num_generations, generation_batch_size}) {         // the first group answers the reader's sum
+function sample({prompt, num_generations: G, generation_batch_size: B}) {   // the first group answers the reader's sum
   const prompts = [prompt];
-  while (prompts.length < generation_batch_size / num_generations)
-    prompts.push(run.problems[Math.floor(run.rng() * run.problems.length)]);
-  run.num_generations = num_generations;                                    // a later config may have another
-  run.rows = generate(run.policy, prompts.flatMap(prompt => Array(num_generations).fill(prompt)), run.rng);
+  while (prompts.length < B / G) prompts.push(problems[Math.floor(rng() * problems.length)]);
+  rows = prompts.flatMap(prompt => Array(G).fill(prompt)).map(prompt => generate(policy, prompt, rng));
 }
 
-function step(config) {
-  const num_generations = run.num_generations, group = run.rows.slice(config.shown, config.shown + num_generations);
-  const metrics = {loss: 0, clipped: 0, grad_norm: 0};
-  compute_rewards(run.rows, {...config, num_generations});
-  for (let k = 0; k < config.num_iterations; k++) {
-    const more = update(run.policy, run.reference, run.rows, config, run.optimizer);
-    for (const name in metrics) metrics[name] += more[name] / config.num_iterations;
-  }
-  run.step++;
-  return {metrics, moved: group.map(row => ({...row, after: [...per_token_logps(run.policy, row).x]}))};
+function learn(config) {                                    // moved: the first group, and log π after the step
+  let metrics;
+  compute_rewards(rows, config);
+  for (let k = 0; k < config.num_iterations; k++) metrics = update(policy, reference, rows, config);
+  step++;
+  const moved = rows.slice(0, config.num_generations).map(row => ({...row, after: per_token_logps(policy, row).x}));
+  return {...metrics, moved};
 }
 
-function probability_of_the_carry(prompt) {                 // after <think>5+7=12,1+8+ the 1; or the 0, if none is due
-  const before = teacher_trace(prompt).match(/.*,.*?\+.*?\+/)[0], digit = teacher_trace(prompt)[before.length];
-  const ids = encode(prompt + before), logits = forward(run.policy, ids, [...ids.keys()]);
-  const logps = log_softmax(row_of(logits, ids.length - 1));
-  return {before, digit, probability: Math.exp(logps[words.indexOf(digit)])};
+function evaluate() {                                       // the held-out sums, with the likeliest token each time
+  const rows = held.map(prompt => generate(policy, prompt));
+  return rows.map(row => ({...row, right: reward_funcs.accuracy_reward(row.text, row.prompt)}));
 }
 
-onmessage = ({data: {action, config, ...given}}) => {
-  if (action === "evaluate") return postMessage(generate(make_model(given.weights), given.held));
-  if (action === "start") run = start(given, config);
-  const done = action === "step" ? step(config) : {};
-  sample(config);
-  const carry = probability_of_the_carry(config.prompt), weights = run.policy.all.x.slice();
-  const {rows, num_generations} = run;
-  postMessage({...done, action, step: run.step, rows, num_generations, carry, weights}, [weights.buffer]);
+function π_of_carry(prompt) {
+  const {before, digit} = carry_of(prompt), row = {prompt_ids: encode(prompt + before), completion_ids: encode(digit)};
+  return Math.exp(per_token_logps(policy, row).x[0]);
+}
+
+onmessage = ({data: {action, config, weights, sums, first}}) => {
+  if (action === "start") start(config, weights, sums);
+  const learned = action === "step" ? learn(config) : {moved: null};
+  if (action === "show") rows = [...rows.splice(first, config.num_generations), ...rows];     // this group goes first
+  else sample(config);
+  postMessage({...learned, step, rows, prompt: config.prompt, carry: π_of_carry(config.prompt)});
+  if (step % 2 === 0 && action !== "show") postMessage({step, held: evaluate()});
 };
