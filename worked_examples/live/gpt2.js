@@ -1,5 +1,4 @@
 // What grpo.py takes from transformers and PyTorch: GPT-2, here two layers of width 64 with four heads, and AdamW.
-//
 // A tensor is {x, d}: numbers x, and d = ∂loss/∂x. Each function computes x, and leaves on the tape how d goes back to
 // its arguments (the chain rule). To run the tape from its end to its beginning is what loss.backward() does.
 const n_embd = 64, n_head = 4, n_layer = 2, n_positions = 64;
@@ -13,14 +12,14 @@ const matrix = (x, rows, columns, first = 0, down = columns) => ({x, rows, colum
 const transposed = M => ({...M, rows: M.columns, columns: M.rows, down: M.right, right: M.down});
 
 function add_product(C, A, B) {                             // C += A·B, two by two: four sums for four numbers read
-  const {x: numbers, right: next} = A, {x: others, down: below} = B;
+  const {x: a_x, right: a_step} = A, {x: b_x, down: b_step} = B;
   for (let j = 0; j < B.columns; j += 2) {
-    const right = j + 1 < B.columns ? B.right : 0;          // 0: this column is the last
+    const right = j + 1 < B.columns ? B.right : 0;          // to the next column of B; 0: j is the last
     for (let i = 0; i < A.rows; i += 2) {
       const down = i + 1 < A.rows ? A.down : 0, c = C.first + i * C.down + j * C.right;
       let a = A.first + i * A.down, b = B.first + j * B.right, c00 = 0, c01 = 0, c10 = 0, c11 = 0;
-      for (const end = a + A.columns * next; a < end; a += next, b += below) {
-        const a0 = numbers[a], a1 = numbers[a + down], b0 = others[b], b1 = others[b + right];
+      for (const end = a + A.columns * a_step; a < end; a += a_step, b += b_step) {
+        const a0 = a_x[a], a1 = a_x[a + down], b0 = b_x[b], b1 = b_x[b + right];
         c00 += a0 * b0;
         c01 += a0 * b1;
         c10 += a1 * b0;
@@ -35,7 +34,7 @@ function add_product(C, A, B) {                             // C += A·B, two by
 }
 
 function make_model(numbers) {                              // 105,280 weights in one array, in PyTorch's order
-  const n = numbers.length, all = {...tensor(Float64Array.from(numbers)), m: zeros(n), v: zeros(n), updates: 0};
+  const N = numbers.length, all = {...tensor(Float64Array.from(numbers)), m: zeros(N), v: zeros(N), updates: 0};
   let used = 0;
   const take = n => ({x: all.x.subarray(used, used + n), d: all.d.subarray(used, used += n)});
   const norm = () => ({weight: take(n_embd), bias: take(n_embd)});
@@ -64,13 +63,14 @@ function forward({wte, wpe, h, ln_f, lm_head}, ids, tape, cache) {          // l
 function embedding(weight, ids, tape) {                     // x_i = row ids[i] of the weight
   const x = tensor(zeros(ids.length * n_embd));
   ids.forEach((id, i) => x.x.set(row_of(weight.x, id, n_embd), i * n_embd));
-  tape?.push(() => x.d.forEach((d, k) => { weight.d[ids[Math.floor(k / n_embd)] * n_embd + k % n_embd] += d; }));
+  tape?.push(() => ids.forEach((id, i) =>
+    row_of(x.d, i, n_embd).forEach((d, c) => { weight.d[id * n_embd + c] += d; })));
   return x;
 }
 
 function add(x, y, tape) {                                  // z = x + y
   const z = tensor(x.x.map((number, i) => number + y.x[i]));
-  tape?.push(() => [x, y].forEach(t => t.d.forEach((_, i) => { t.d[i] += z.d[i]; })));
+  tape?.push(() => z.d.forEach((d, i) => { x.d[i] += d; y.d[i] += d; }));
   return z;
 }
 
@@ -96,20 +96,20 @@ function layer_norm(x, {weight, bias}, tape) {              // y = z·weight + b
     y.x.set(z.map((number, c) => number * weight.x[c] + bias.x[c]), i);
     tape?.push(() => {
       const dy = y.d.subarray(i, i + n_embd), dz = dy.map((d, c) => d * weight.x[c]);
-      const mean = mean_of(dz), along = mean_of(dz.map((d, c) => d * z[c]));
+      const mean_dz = mean_of(dz), mean_dz_z = mean_of(dz.map((d, c) => d * z[c]));
       dy.forEach((d, c) => {
         weight.d[c] += d * z[c];
         bias.d[c] += d;
-        x.d[i + c] += scale * (dz[c] - mean - z[c] * along);
+        x.d[i + c] += scale * (dz[c] - mean_dz - z[c] * mean_dz_z);
       });
     });
   }
   return y;
 }
 
-function gelu(x, tape) {                                    // y = x·s,  s = sigmoid(k·(x + 0.044715·x³)), as in GPT-2
+function gelu(x, tape) {                                    // x·s,  s = (1 + tanh(u / 2)) / 2,  u = k·(x + 0.044715·x³)
   const k = 2 * Math.sqrt(2 / Math.PI), s = x.x.map(x => 1 / (1 + Math.exp(-k * (x + 0.044715 * x * x * x))));
-  const y = tensor(x.x.map((x, i) => x * s[i]));
+  const y = tensor(x.x.map((number, i) => number * s[i]));
   tape?.push(() => x.x.forEach((number, i) => {
     const slope = s[i] * (1 - s[i]) * k * (1 + 3 * 0.044715 * number * number);
     x.d[i] += (s[i] + number * slope) * y.d[i];
@@ -137,11 +137,11 @@ function attention(qkv, first, cache, tape) {               // of each head P·V
       P.x.set(log_softmax(scores).map(Math.exp), i * N);
     }
     add_product(head(y.x), P, values);
-    tape?.push(() => {
+    tape?.push(() => {                                      // with a tape there is no cache, so N = n
       const dP = matrix(zeros(n * n), n, n), dY = head(y.d);
       add_product(dP, dY, transposed(values));
       add_product(part(qkv.d, 2, n), transposed(P), dY);
-      for (let i = 0; i < n; i++) {                         // softmax: dS = P·(dP - Σ P·dP)
+      for (let i = 0; i < n; i++) {                         // dP becomes that of Q·Kᵀ: P·(dP - Σ P·dP) / √H
         const p = row_of(P.x, i, n), dp = row_of(dP.x, i, n), mean = sum(dp.map((d, s) => d * p[s]));
         dp.forEach((d, s) => { dp[s] = p[s] * (d - mean) / Math.sqrt(H); });
       }

@@ -1,12 +1,11 @@
-// grpo.py in JavaScript: the same names in the same order, for one answer (or one group) at a time, without padding, so
-// there is no mask. What grpo.py takes from PyTorch and transformers is in gpt2.js.
+// grpo.py in JavaScript: its names in its order, but for one answer (or one group) at a time, without padding, so there
+// is no mask. What grpo.py takes from PyTorch and transformers is in gpt2.js.
 
 const words = ["<pad>", "<eos>", "<think>", "</think>", ..."0123456789+=,"];
-const V = words.length;
-const eos = words.indexOf("<eos>");
+const V = words.length, eos = words.indexOf("<eos>");
 const max_completion_length = 28;
 
-const encode = text => text.match(/<.*?>|./g).map(word => words.indexOf(word));
+const encode = text => (text.match(/<.*?>|./g) ?? []).map(word => words.indexOf(word));
 const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 
 // §2 Group statistics and advantages ----------------------------------------------------------------------------------
@@ -14,8 +13,8 @@ const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 function group_stats(rewards) {                             // of one group: mean, std = √(Σ (r_i - mean)² / (G - 1))
   const mean = sum(rewards) / rewards.length;
   const squares = sum(rewards.map(r => (r - mean) ** 2));
-  const is_silent = rewards.every(r => r === rewards[0]);
-  return is_silent ? [rewards[0], 0] : [mean, Math.sqrt(squares / (rewards.length - 1))];
+  if (rewards.every(r => r === rewards[0])) return [rewards[0], 0];         // rounding would leave a std
+  return [mean, Math.sqrt(squares / (rewards.length - 1))];
 }
 
 function group_advantages(rewards, scale_rewards) {         // A_i = (r_i - mean) / (std + eps), or r_i - mean
@@ -31,7 +30,7 @@ function selective_log_softmax(logits, index, tape) {       // log π of token i
   const rows = index.map((_, t) => log_softmax(row_of(logits.x, t, V)));
   const logps = tensor(Float64Array.from(rows, (row, t) => row[index[t]]));
   tape?.push(() => rows.forEach((row, t) => row.forEach((logp, v) => {
-    const slope = (v === index[t]) - Math.exp(logp);        // ∂log π(token) / ∂logit v
+    const slope = (v === index[t] ? 1 : 0) - Math.exp(logp);                // ∂log π(token) / ∂logit v
     logits.d[t * V + v] += slope * logps.d[t];
   })));
   return logps;
@@ -58,8 +57,8 @@ function kl_estimate(logp, ref_logp) {                      // k3 = exp(-k1) + k
 const aggregate = (per_token_loss, num_items_in_batch) => sum(per_token_loss) / num_items_in_batch;         // "dapo"
 
 function grpo_loss(logps, A, old_logps, ref_logps, {epsilon, beta, num_items_in_batch}) {
-  // One answer's part of the loss, aggregate(l + β·KL), and the slopes ∂loss/∂log π. That of l is -ρ·A, or 0 if the
-  // token is clipped, for ∂ρ/∂log π = ρ; that of KL is 1 - exp(-k1).
+  // One answer's part of the loss, aggregate(l + β·KL), and what training uses, the slopes ∂loss/∂log π. That of l is
+  // -ρ·A, or 0 if the token is clipped, for ∂ρ/∂log π = ρ; that of KL is 1 - exp(-k1).
   const ratio = logps.map((logp, t) => importance_ratio(logp, old_logps[t]));
   const kl = logps.map((logp, t) => kl_estimate(logp, ref_logps[t]));
   const per_token_loss = ratio.map((ρ, t) => clipped_surrogate_loss(ρ, A, epsilon) + beta * kl[t]);
@@ -76,8 +75,8 @@ function grpo_loss(logps, A, old_logps, ref_logps, {epsilon, beta, num_items_in_
 const final_answer = text => text.split("</think>").at(-1).trim();
 
 const reward_funcs = {
-  accuracy_reward: (text, prompt) => +(final_answer(text) === solution(prompt)),
-  short_answer: text => 1 - encode(text + "<eos>").length / max_completion_length,      // not in grpo.py, nor the next
+  accuracy_reward: (text, prompt) => final_answer(text) === solution(prompt) ? 1 : 0,
+  short_answer: text => 1 - encode(text).length / max_completion_length,    // not in grpo.py, nor the next
   always_1: () => 1};
 
 // §9 Sampling ---------------------------------------------------------------------------------------------------------
@@ -88,22 +87,21 @@ function random(state) {                                    // numbers in [0, 1)
 
 function choose_token(logps, uniform) {                     // the first v with Σ_{w<=v} p_w > u; without u, greedily
   if (uniform === undefined) return logps.indexOf(Math.max(...logps));
-  let total = 0;
-  const chosen = logps.findIndex(logp => (total += Math.exp(logp)) > uniform);
+  const chosen = logps.findIndex((_, v) => sum(logps.slice(0, v + 1).map(Math.exp)) > uniform);
   return chosen < 0 ? V - 1 : chosen;                       // the last sum may round to below u
 }
 
 function generate(model, prompt, rng) {                     // an answer to the prompt; without rng greedily
-  const row = {prompt, prompt_ids: encode(prompt), completion_ids: [], logps: []};
+  const row = {prompt, prompt_ids: encode(prompt), completion_ids: [], old_logps: []};
   const cache = {used: 0, layers: model.h.map(() => zeros(n_positions * 3 * n_embd))};
   let ids = row.prompt_ids;                                 // what the model has not read yet
   do {
     const logits = forward(model, ids, null, cache), logps = log_softmax(row_of(logits.x, ids.length - 1, V));
     const token = choose_token(logps, rng?.());
     row.completion_ids.push(token);
-    row.logps.push(logps[token]);
+    row.old_logps.push(logps[token]);
     ids = [token];
-  } while (ids[0] !== eos && row.completion_ids.length < max_completion_length);
+  } while (row.completion_ids.at(-1) !== eos && row.completion_ids.length < max_completion_length);
   row.text = row.completion_ids.filter(id => id !== eos).map(id => words[id]).join("");
   return row;
 }
@@ -128,7 +126,7 @@ function backward(policy, reference, rows, config) {        // the loss of a bat
     if (row.advantage === 0 && config.beta === 0) continue;                 // its loss and its gradient are 0
     const tape = [], logps = per_token_logps(policy, row, tape);
     const ref_logps = config.beta > 0 ? per_token_logps(reference, row).x : logps.x;
-    const part = grpo_loss(logps.x, row.advantage, row.logps, ref_logps, {...config, num_items_in_batch});
+    const part = grpo_loss(logps.x, row.advantage, row.old_logps, ref_logps, {...config, num_items_in_batch});
     logps.d.set(part.slopes);
     while (tape.length > 0) tape.pop()();
     total.loss += part.loss;
@@ -141,8 +139,8 @@ function backward(policy, reference, rows, config) {        // the loss of a bat
 function update(policy, reference, rows, config) {
   const metrics = backward(policy, reference, rows, config);
   const factor = 1 / Math.max(1, metrics.grad_norm);        // max_grad_norm = 1
-  policy.all.d.forEach((d, i, all) => { all[i] = factor * d; });
-  if (metrics.grad_norm > 0) adamw(policy.all, config.learning_rate);
+  policy.all.d.forEach((d, i) => { policy.all.d[i] = factor * d; });
+  if (config.beta > 0 || rows.some(row => row.advantage !== 0)) adamw(policy.all, config.learning_rate);
   return metrics;
 }
 

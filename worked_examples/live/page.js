@@ -7,8 +7,9 @@ const color = x => x > 1e-9 ? "up" : x < -1e-9 ? "down" : "soft";
 const bytes = Uint8Array.from(atob($("weights").textContent), character => character.charCodeAt());
 const weights = Float64Array.from(new Int16Array(bytes.buffer), x => x / 2 ** 13);
 const sums = $("sums").textContent.split(" ");              // held-out ones
+$("sum").pattern = `(?!${sums.join("|").replaceAll("=", "").replaceAll("+", "\\+")})[1-9]{2}\\+[1-9]{2}`;
 const code = URL.createObjectURL(new Blob(["maths", "gpt2", "worker"].map(id => $(id).textContent)));
-let learner, states, now, verdicts, busy, due, prompt = "15+87=";           // due: how many steps are still to be made
+let learner, states, now, verdicts, busy, due, prompt = "15+87=";           // due: steps that are still to be made
 
 function config() {                                         // what the reader has chosen, by grpo.py's names
   const chosen = [...new FormData(form)].map(([name, value]) => [name, isNaN(value) ? value : +value]);
@@ -19,8 +20,8 @@ function start() {                                          // from the cold sta
   learner?.terminate();
   [learner, states, verdicts, due] = [new Worker(code), [], {}, 0];
   learner.onmessage = answered;
-  $("trying").textContent = "";
   ask("start", {weights, sums});
+  go_on();
 }
 
 function ask(action, given) {
@@ -40,10 +41,11 @@ function answered({data}) {                                 // with new rows, or
 }
 
 function go_on() {                                          // one question at a time
-  if (!busy && due > 0) {
+  if (!busy && now.prompt !== prompt) ask("sample");
+  else if (!busy && due > 0) {
     due--;
     ask("step");
-  } else if (!busy && now.prompt !== prompt) ask("sample");
+  }
   $("run").textContent = due > 0 ? "❚❚ Pause" : "▶ 12 steps";
   $("bar").className = busy ? "busy" : "";
 }
@@ -53,11 +55,11 @@ function go_on() {                                          // one question at a
 function find_pushes(group) {
   const push = rows => sum(rows.map(row => row.advantage));
   return group.map(row => row.completion_ids.map((id, t) => {
-    const before = row.completion_ids.slice(0, t), π = Math.exp(row.logps[t]), after = Math.exp(row.after?.[t]);
+    const before = row.completion_ids.slice(0, t), π = Math.exp(row.old_logps[t]);
     const alike = group.filter(other => before.every((id, s) => other.completion_ids[s] === id));
     const same = alike.filter(other => other.completion_ids[t] === id), added = push(same);
-    return {before: show(before), word: show([id]), π, after, is_fork: same.length < alike.length,
-            own: row.advantage, added, net: added - π * push(alike)};
+    return {before: show(before), word: show([id]), is_fork: same.length < alike.length, π,
+            after: Math.exp(row.logps?.[t]), own: row.advantage, added, net: added - π * push(alike)};
   }));
 }
 
@@ -68,7 +70,7 @@ function draw_group() {
   const cells = find_pushes(rows.slice(0, G)), firsts = [...rows.keys()].filter(i => i % G === 0);
   const loud = firsts.filter(i => rows.slice(i, i + G).some(row => row.advantage !== 0));
   $("group").innerHTML = cells.map((_, i) => row_html(rows[i], i, cells)).join("");
-  $("silent").textContent = `Silent groups (each A is 0: no push): ${firsts.length - loud.length} of ${firsts.length}. `;
+  $("silent").textContent = `Silent groups (A = 0: no push): ${firsts.length - loud.length} of ${firsts.length}. `;
   if (loud[0] !== 0) $("silent").append("This is one. ");
   if (loud[0] > 0) $("silent").innerHTML += `<button data-first="${loud[0]}">Show another</button>`;
   $("clipped").textContent = fixed(100 * (clipped ?? 0), 1);
@@ -107,10 +109,10 @@ function draw_learned() {
     const places = points.map(state => `${100 * state.step / end},${100 - 100 * value(state)}`);
     return `<polyline class="${name}" points="${[...places, places.at(-1)].join(" ")}"/>`;
   }).join("");
-  const answer = row => `<code>${row.prompt}${show(row.completion_ids)}</code> ${row.right ? "✓" : "✗"}`;
-  $("held").innerHTML = (known.at(-1)?.held ?? []).slice(0, 4).map(row => `<li>${answer(row)}`).join("");
+  $("held").innerHTML = (known.at(-1)?.held ?? []).slice(0, 4).map(row =>
+    `<li><code>${row.prompt}${show(row.completion_ids)}</code> ${row.right ? "✓" : "✗"}`).join("");
   const π = states.slice(-2).map(curves.c2).filter(Number.isFinite).map(x => fixed(x)).join(" → ");
-  $("said").innerHTML = `step <b>${now.step}</b> · probability π of the carry <b>${π}</b>` + (known.length === 0 ? "" :
+  $("said").innerHTML = `step <b>${now.step}</b> · π of the right carry <b>${π}</b>` + (known.length === 0 ? "" :
     ` · held-out sums right (step ${known.at(-1).step}) <b>${fixed(curves.c1(known.at(-1)))}</b>`);
 }
 
@@ -118,7 +120,7 @@ $("step").onclick = () => { due++; go_on(); };
 $("run").onclick = () => { due = due > 0 ? 0 : 12; go_on(); };
 $("again").onclick = form.onchange = start;
 $("group").onclick = ({target: {dataset: {i}}}) => {        // the reader overrules a reward
-  if (!i) return;
+  if (!i || states.length === 0) return;                    // 0: it starts again, these rows are old
   const {prompt, text, reward} = now.rows[i];
   verdicts[prompt + text] = reward > 0.5 ? 0 : 1;
   draw_group();
@@ -131,8 +133,6 @@ $("silent").onclick = ({target: {dataset: {first}}}) => {
   if (!busy) ask("show", {first});
 };
 $("sum").onchange = ({target}) => {
-  const error = sums.includes(target.value + "=") ? "Held out, not to be trained on: choose another sum." : "";
-  target.setCustomValidity(error);
   if (target.reportValidity()) prompt = target.value + "=";
   go_on();
 };

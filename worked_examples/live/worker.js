@@ -1,13 +1,13 @@
-// The learner. A message brings what the reader has chosen; the answer is what the page shows.
-let policy, reference, held, problems, rng, rows, step = 0;
+// The learner. A message brings the reader's rules. A step learns from the rows on the page, then samples new ones.
+let policy, reference, held_out, problems, rng, rows, step = 0;
 
 function start(config, weights, sums) {
   const numbers = [...Array(100).keys()].filter(x => x > 10 && x % 10 > 0);
-  held = sums;
-  problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held.includes(prompt));
+  held_out = sums;
+  problems = numbers.flatMap(x => numbers.map(y => `${x}+${y}=`)).filter(prompt => !held_out.includes(prompt));
   policy = make_model(weights);
   reference = make_model(weights);
-  rng = random(7654321 * config.seed);
+  rng = random(7654321 * config.seed);                      // small seeds alone would begin alike
 }
 
 function sample({prompt, num_generations: G, generation_batch_size: B}) {   // the first group answers the reader's sum
@@ -21,13 +21,13 @@ function learn(config) {                                    // moved: the first 
   compute_rewards(rows, config);
   for (let k = 0; k < config.num_iterations; k++) metrics = update(policy, reference, rows, config);
   step++;
-  const moved = rows.slice(0, config.num_generations).map(row => ({...row, after: per_token_logps(policy, row).x}));
+  const moved = rows.slice(0, config.num_generations).map(row => ({...row, logps: per_token_logps(policy, row).x}));
   return {...metrics, moved};
 }
 
 function evaluate() {                                       // the held-out sums, with the likeliest token each time
-  const rows = held.map(prompt => generate(policy, prompt));
-  return rows.map(row => ({...row, right: reward_funcs.accuracy_reward(row.text, row.prompt)}));
+  const answers = held_out.map(prompt => generate(policy, prompt));
+  return answers.map(row => ({...row, right: reward_funcs.accuracy_reward(row.text, row.prompt)}));
 }
 
 function π_of_carry(prompt) {
@@ -37,9 +37,9 @@ function π_of_carry(prompt) {
 
 onmessage = ({data: {action, config, weights, sums, first}}) => {
   if (action === "start") start(config, weights, sums);
-  const learned = action === "step" ? learn(config) : {moved: null};
-  if (action === "show") rows = [...rows.splice(first, config.num_generations), ...rows];     // this group goes first
+  const learned = action === "step" ? learn(config) : {moved: null};        // null: forgets the last step's
+  if (action === "show") rows.unshift(...rows.splice(first, config.num_generations));         // this group goes first
   else sample(config);
   postMessage({...learned, step, rows, prompt: config.prompt, carry: π_of_carry(config.prompt)});
-  if (step % 2 === 0 && action !== "show") postMessage({step, held: evaluate()});
+  if (step % 2 === 0 && ["start", "step"].includes(action)) postMessage({step, held: evaluate()});
 };
