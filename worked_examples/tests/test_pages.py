@@ -464,7 +464,7 @@ def test_the_numbers_of_the_demos_runs():
     total = good["rewards/accuracy_reward/mean"] + good["rewards/think_format_reward/mean"]
     for step, text in ((8, "1.76 34 0.04"), (80, "1.96 72 0.01")):
         steps = slice(step - 8, step)
-        on_page("11", "takes the run; after a stop", f"{step} {text}", step, total[steps].mean(),
+        on_page("11", "takes the run, and a checkpoint", f"{step} {text}", step, total[steps].mean(),
                 100 * good["frac_reward_zero_std"][steps].mean(), good["entropy"][steps].mean())
     right, entropy = collapse["rewards/accuracy_reward/mean"], collapse["entropy"]
     on_page("11", "**The first two steps", "0.56 0.03 0.00 0.01", right[:3], 0.01)
