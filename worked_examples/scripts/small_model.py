@@ -77,9 +77,13 @@ def imitate(model, tokenizer, problems, asked, steps, config):
 
 
 def read(path, column):
-    """The rows of a file, each with the text that is imitated."""
-    return [row | {"imitated": grpo.solution_text(row[column]) if column == "solution" else str(row[column])}
-            for row in (grpo.load_dataset(path) if path else [])]
+    """The rows of a file, each with the text that is imitated; those without one are left out."""
+    text = grpo.solution_text if column == "solution" else lambda answer: "" if answer is None else str(answer)
+    rows = [row | {"imitated": text(row[column])} for row in (grpo.load_dataset(path) if path else [])]
+    missing = [row["prompt"] for row in rows if not row["imitated"]]
+    if missing:
+        print(f"{path}: {len(missing)} of {len(rows)} rows have no {column} and are left out; the first: {missing[0]!r}")
+    return [row for row in rows if row["imitated"]]
 
 
 def make(task, folder, eval_dataset, column, until, steps, seed):

@@ -113,12 +113,16 @@ def test_a_small_model_tells_chance_and_learning_by_heart_from_learning(tmp_path
 
 
 def test_a_small_model_reads_chats_and_numbers(tmp_path, monkeypatch, capsys):
-    """A chat's prompt is its messages; 72.0 is imitated as 72, as accuracy_reward compares it. Its command trains"""
+    """A chat's prompt is its messages; 72.0 is imitated as 72, as accuracy_reward compares it; a row without a solution
+    is left out, and said. Its command trains"""
     monkeypatch.chdir(tmp_path)
     asked = [{"role": "system", "content": "Echo."}, {"role": "user", "content": "72"}]
-    write("chat.jsonl", [{"prompt": asked, "solution": 72.0}, {"prompt": asked[:1], "solution": 5}])
-    small_model.main("chat.jsonl model --until 0.9".split())
-    *_, first, _, _, printed = capsys.readouterr().out.splitlines()
+    rows = [{"prompt": asked, "solution": 72.0}, {"prompt": asked[:1], "solution": 5}]
+    write("chat.jsonl", rows)
+    write("gap.jsonl", [*rows, {"prompt": asked[1:], "solution": None}])
+    small_model.main("gap.jsonl model --until 0.9".split())
+    left_out, *_, first, _, _, printed = capsys.readouterr().out.replace("gap", "chat").splitlines()
+    assert left_out.startswith("chat.jsonl: 1 of 3 rows have no solution and are left out; the first: [{'role': 'user'")
     assert "'72" in first or "'Echo." in first
     done = cli(*shlex.split(printed)[2:], "--max_steps", 1)
     assert done.code == 0 and "'Echo.\\n72\\n'" in done.out, done.err
