@@ -82,7 +82,7 @@ def read(path, column):
     rows = [row | {"imitated": text(row[column])} for row in (grpo.load_dataset(path) if path else [])]
     missing = [row["prompt"] for row in rows if not row["imitated"]]
     if missing:
-        print(f"{path}: {len(missing)} of {len(rows)} rows have no {column} and are left out; the first: {missing[0]!r}")
+        print(f"{path}: {len(missing)} of {len(rows)} rows have no {column}, are left out; the first: {missing[0]!r}")
     return [row for row in rows if row["imitated"]]
 
 

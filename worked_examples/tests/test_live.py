@@ -325,8 +325,8 @@ def test_a_silent_group_offers_another_in_a_browser(browser):
     browser.wait_for("!busy")
     rewards = browser.value("now.rows.slice(0, 8).map(row => row.reward)")
     assert set(rewards) == {0, 1} and not browser.value("$('silent').querySelector('button')")
-    assert browser.value("prompt === now.rows[0].prompt && $('sum').value + '=' === prompt") and not browser.exceptions()
-    assert browser.value("prompt") != "15+87="
+    assert browser.value("prompt === now.rows[0].prompt && $('sum').value + '=' === prompt && prompt !== '15+87='")
+    assert not browser.exceptions()
 
 
 @needs_chromium
@@ -366,6 +366,30 @@ def test_a_rule_starts_again_and_a_sum_goes_on_in_a_browser(browser):
     assert browser.value("$('step').click(), answered({data: {step: 0, held: states[0].held}}), busy")
     browser.wait_for("now.step === 1 && !busy")
     assert not browser.exceptions()
+
+
+@needs_chromium
+def test_what_the_page_promises_is_what_it_shows_in_a_browser(browser):
+    """Beside each button under Try: π of the carry and the held-out sums after so many steps"""
+    browser.open_page()
+    overrule = "".join(f"verdicts['15+87=<think>5+7=12,{text}'] = {verdict};"
+                       for text, verdict in (("1+8+1=10</think>102", 0), ("1+8+0=9</think>92", 1)))
+    no_mean = "form.elements.scale_rewards.value = 'no mean'; start();"
+    row = "now.rows.slice(0, 8).filter(row => row.text.endsWith('>102')).length"
+    for name, before, steps, shown, promised in [
+            ("The first rules", "", 12, "fixed(now.carry), fixed(curves.c1(now))", "0.93 0.98"),
+            ("Always 1", no_mean, 8, "fixed(now.carry)", "0.36"),
+            ("Short answers", "", 12, "fixed(states[0].reward), fixed(now.reward), curves.c1(now)", "0.34 0.81 0"),
+            ("Overrule", overrule, 12, f"{{7: 'seven'}}[{row}]", "seven"),
+            ("Large steps", "", 8, "fixed(states[1].carry), fixed(now.carry), fixed(curves.c1(now))", "0.69 0.99 0.27"),
+            ("16 updates, no clip", "", 2, "fixed(now.carry), fixed(curves.c1(now))", "0.98 0.89"),
+            ("KL, β = 4", "", 4, "fixed(now.carry), fixed(curves.c1(now))", "0.32 0.44")]:
+        button = f"[...document.querySelectorAll('[data-rules]')].find(button => button.textContent === '{name}')"
+        text = browser.value(f"{button}.parentNode.nextElementSibling.textContent")
+        browser.value(f"{button}.click(); {before} due = {steps}")
+        browser.wait_for(f"now.step === {steps} && !busy && states.length === {steps + 1} && now.held !== undefined")
+        assert browser.value(f"[{shown}].join(' ')") == promised, name
+        assert all(number in text for number in promised.split() if number not in ("0", "0.44")), name
 
 
 @needs_chromium

@@ -122,7 +122,7 @@ def test_a_small_model_reads_chats_and_numbers(tmp_path, monkeypatch, capsys):
     write("gap.jsonl", [*rows, {"prompt": asked[1:], "solution": None}])
     small_model.main("gap.jsonl model --until 0.9".split())
     left_out, *_, first, _, _, printed = capsys.readouterr().out.replace("gap", "chat").splitlines()
-    assert left_out.startswith("chat.jsonl: 1 of 3 rows have no solution and are left out; the first: [{'role': 'user'")
+    assert left_out.startswith("chat.jsonl: 1 of 3 rows have no solution, are left out; the first: [{'role': 'user'")
     assert "'72" in first or "'Echo." in first
     done = cli(*shlex.split(printed)[2:], "--max_steps", 1)
     assert done.code == 0 and "'Echo.\\n72\\n'" in done.out, done.err
