@@ -113,7 +113,7 @@ function draw_learned() {
     `<li><code>${row.prompt}${show(row.completion_ids)}</code> ${row.right ? "✓" : "✗"}`).join("");
   const π = states.slice(-2).map(curves.c2).filter(Number.isFinite).map(x => fixed(x)).join(" → ");
   $("said").innerHTML = `step <b>${now.step}</b> · π of the right carry <b>${π}</b>` + (known.length === 0 ? "" :
-    ` · held-out sums right (step ${known.at(-1).step}) <b>${fixed(curves.c1(known.at(-1)))}</b>`);
+    ` · held-out sums right (at step ${known.at(-1).step}) <b>${fixed(curves.c1(known.at(-1)))}</b>`);
 }
 
 $("step").onclick = () => { due++; go_on(); };
@@ -133,6 +133,7 @@ $("silent").onclick = ({target: {dataset: {first}}}) => {
   if (!busy) ask("show", {first});
 };
 $("sum").onchange = ({target}) => {
+  target.value = target.value.replaceAll(" ", "");
   if (target.reportValidity()) prompt = target.value + "=";
   go_on();
 };
@@ -142,7 +143,7 @@ for (const button of document.querySelectorAll("[data-rules]")) button.onclick =
   prompt = "15+87=";
   for (const [name, value] of new URLSearchParams(button.dataset.rules)) form.elements[name].value = value;
   start();
-  $("trying").textContent = button.parentNode.nextElementSibling.textContent;
+  $("trying").textContent = `${button.textContent}: ${button.parentNode.nextElementSibling.textContent}`;
   $("step").focus();
   scrollTo(0, 0);
 };

@@ -340,7 +340,7 @@ def test_the_bar_says_what_a_step_did_in_a_browser(browser):
     browser.wait_for("now.step === 1 && !busy")
     said = browser.value("$('said').textContent")
     before, after = browser.value("states.map(state => fixed(state.carry))")
-    assert before != after and f"{before} → {after}" in said and re.search(r"right \(step 0\)\s+0\.\d\d$", said)
+    assert before != after and f"{before} → {after}" in said and re.search(r"right \(at step 0\)\s+0\.\d\d$", said)
     assert browser.value("$('bar').offsetHeight") <= 844 / 5
 
 
@@ -349,7 +349,7 @@ def test_a_rule_starts_again_and_a_sum_goes_on_in_a_browser(browser):
     """A sum is typed while a step is made: the answers after it are those to the new sum; a held-out one is refused"""
     browser.open_page()
     browser.value("$('step').click(); $('sum').focus(); $('sum').select()")
-    browser.send("Input.insertText", text="12+31")
+    browser.send("Input.insertText", text="12 + 31")
     browser.press("Enter")
     browser.wait_for("now.step === 1 && !busy && now.prompt === prompt")
     assert browser.value("now.rows[0].prompt") == "12+31=" and browser.value("now.rows[63].prompt") != "12+31="
