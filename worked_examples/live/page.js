@@ -119,7 +119,7 @@ function draw_learned() {
 $("step").onclick = () => { due++; go_on(); };
 $("run").onclick = () => { due = due > 0 ? 0 : 12; go_on(); };
 $("again").onclick = form.onchange = start;
-$("group").onclick = ({target: {dataset: {i}}}) => {        // the reader overrules a reward
+$("group").onclick = ({target: {dataset: {i}}}) => {        // the reader overrules a reward, from the next step on
   if (!i || states.length === 0) return;                    // 0: it starts again, these rows are old
   const {prompt, text, reward} = now.rows[i];
   verdicts[prompt + text] = reward > 0.5 ? 0 : 1;
