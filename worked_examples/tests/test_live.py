@@ -376,14 +376,15 @@ def test_what_the_page_promises_is_what_it_shows_in_a_browser(browser):
                        for text, verdict in (("1+8+1=10</think>102", 0), ("1+8+0=9</think>92", 1)))
     no_mean = "form.elements.scale_rewards.value = 'no mean'; start();"
     row = "now.rows.slice(0, 8).filter(row => row.text.endsWith('>102')).length"
-    for name, before, steps, shown, promised in [
-            ("The first rules", "", 12, "fixed(now.carry), fixed(curves.c1(now))", "0.93 0.98"),
-            ("Always 1", no_mean, 8, "fixed(now.carry)", "0.36"),
-            ("Short answers", "", 12, "fixed(states[0].reward), fixed(now.reward), curves.c1(now)", "0.34 0.81 0"),
-            ("Overrule", overrule, 12, f"{{7: 'seven'}}[{row}]", "seven"),
-            ("Large steps", "", 8, "fixed(states[1].carry), fixed(now.carry), fixed(curves.c1(now))", "0.69 0.99 0.27"),
-            ("16 updates, no clip", "", 2, "fixed(now.carry), fixed(curves.c1(now))", "0.98 0.89"),
-            ("KL, β = 4", "", 4, "fixed(now.carry), fixed(curves.c1(now))", "0.32 0.44")]:
+    cases = [
+        ("Large steps", "", 8, "fixed(states[1].carry), fixed(now.carry), fixed(curves.c1(now))", "0.69 0.99 0.27"),
+        ("KL, β = 4", "", 4, "fixed(now.carry), fixed(curves.c1(now))", "0.32 0.44"),
+        ("The first rules", "", 12, "fixed(now.carry), fixed(curves.c1(now))", "0.93 0.98"),
+        ("Always 1", no_mean, 8, "fixed(now.carry)", "0.36"),
+        ("Short answers", "", 12, "fixed(states[0].reward), fixed(now.reward), curves.c1(now)", "0.34 0.81 0"),
+        ("Overrule", overrule, 12, f"{{7: 'seven'}}[{row}]", "seven"),
+        ("16 updates, no clip", "", 2, "fixed(now.carry), fixed(curves.c1(now))", "0.98 0.89")]
+    for name, before, steps, shown, promised in cases if "GRPO_EXAMPLES" in os.environ else cases[:2]:
         button = f"[...document.querySelectorAll('[data-rules]')].find(button => button.textContent === '{name}')"
         text = browser.value(f"{button}.parentNode.nextElementSibling.textContent")
         browser.value(f"{button}.click(); {before} due = {steps}")
