@@ -1193,8 +1193,8 @@ def main(argv):
         (folder / name).write_text(lines)
     called = sys.argv[:len(sys.argv) - len(argv)]              # grpo.py, or homework.py FILE
     command = shlex.join(["python", *called, "--resume_from_checkpoint", str(folder)])
-    print(f"{folder} takes the run, and a checkpoint every {config.save_steps} steps; after a stop, "
-          f"from the last of them: {command}", flush=True)
+    print(f"{folder} takes the run, and a checkpoint every {config.save_steps} steps; "
+          f"after a stop, from the last of them: {command}", flush=True)
 
     steps = train(policy, tokenizer, dataset, reward_funcs, config, state=state)
     try:
