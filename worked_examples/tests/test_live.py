@@ -207,18 +207,25 @@ def test_the_maths_is_that_of_grpo_in_a_browser(tmp_path):
 
 
 def test_the_answers_are_those_of_grpo_in_a_browser(tmp_path):
-    """The greedy answers to the page's held-out sums, and which of some odd texts are right"""
+    """The greedy answers to the page's held-out sums; which of some odd texts are right; where no answer is pushed and
+    the KL is 0, AdamW counts an update only with a KL term, as PyTorch does"""
     texts = ["<think>7+5=12</think>132", "132", "<think>1</think>", "<think>132", "1</think>2</think>132", ""]
     _, config, _ = grpo.parse_options([])
     _, held_out = grpo.tiny_problems(config.seed)
     held = part("sums").split()
     assert held == [row["prompt"] for row in held_out[:100]]
     got = in_javascript("""({answers: given.held.map(prompt => generate(make_model(given.weights), prompt).text),
-        right: given.texts.map(text => reward_funcs.accuracy_reward(text, "47+85="))})""",
+        right: given.texts.map(text => reward_funcs.accuracy_reward(text, "47+85=")),
+        updates: [0, 1].map(beta => {
+          const policy = make_model(given.weights), row = {...generate(policy, "47+85="), advantage: 0};
+          update(policy, policy, [row], {beta, epsilon: 0.2, learning_rate: 1});
+          return [policy.all.updates, policy.all.x.every((x, i) => x === given.weights[i])];
+        })})""",
                         {"weights": weights().tolist(), "held": held, "texts": texts}, tmp_path)
     policy = model_of(weights())
     assert got["answers"] == grpo.sample_rollout(policy, grpo.tiny_tokenizer(), held_out[:100], config).completions
     assert got["right"] == grpo.accuracy_reward(texts, ["132"] * len(texts))
+    assert got["updates"] == [[0, True], [1, True]]
 
 
 def test_the_page_is_made_of_its_parts_and_of_grpos_cold_start():
